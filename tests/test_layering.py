@@ -8,8 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
-
-from tests.import_graph import (
+from import_graph import (
     HEAVY,
     LAYERS,
     PACKAGE,

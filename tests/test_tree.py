@@ -9,8 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from tests.import_graph import source_modules
+from import_graph import source_modules
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 400
