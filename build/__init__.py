@@ -1,0 +1,1 @@
+"""Checkpoint to engine directory: everything that runs before an engine is shipped."""

@@ -1,0 +1,1 @@
+"""The operators of domain `dspark`: their meaning in standard ONNX, and their kernels."""

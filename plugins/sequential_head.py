@@ -1,0 +1,165 @@
+"""SequentialHead: the drafts of a block, left to right.
+
+    logits_k = U_k + bias_k;   x_k ~ softmax(logits_k / draft_temperature), or its argmax at 0
+
+with x_0 the anchor, W1 [V, r] and W2 [V, r]:
+    vanilla   bias_k = W2 . W1[x_{k-1}]
+    gated     g = sigmoid(gate . [h_k ; W1[x_{k-1}]]),  bias_k = W2 . (g * W1[x_{k-1}])
+    rnn       (gate, candidate, output) = joint . [s_{k-1} ; W1[x_{k-1}] ; h_k],  s_0 = 0
+              s_k = sigmoid(gate) * s_{k-1} + (1 - sigmoid(gate)) * tanh(candidate)
+              bias_k = W2 . tanh(output)
+    none      bias_k = 0
+and the confidence logit  c_k = w . [h_k ; W1[x_{k-1}]] + b,  or of h_k alone. Without a confidence
+head c_k = +inf: every draft counts as certain.
+
+A draw is the inverse CDF over ascending token ids at u[b, k]; ties of an argmax go to the lowest id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from dspark_trt.plugins.graph import GraphWriter, make_function
+
+OUTPUTS = (
+    "tokens",  # [B, G] int32
+    "logits",  # [B, G, V] f32: after the bias, before the temperature
+    "conf_logits",  # [B, G] f32
+)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadShape:
+    """Which head it is: static, so part of the operator's overload."""
+
+    block_size: int  # G
+    rank: int  # r, 0 = no sequential head
+    kind: str  # vanilla | gated | rnn
+    confidence: bool
+    confidence_with_markov: bool
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Input names in order; weights only where this head has them."""
+        names = [
+            "base_logits",  # [B, G, V] f32
+            "hidden",  # [B, G, E] f32: h_k
+            "anchors",  # [B] int32: x_0
+            "draft_temperature",  # [B] f32, 0 = argmax
+            "u",  # [B, G] f32 in [0, 1)
+        ]
+        if self.rank:
+            names += ["w1", "w2"]
+            if self.kind == "gated":
+                names += ["gate_weight", "gate_bias"]  # [r, E + r], [r]
+            elif self.kind == "rnn":
+                names += ["joint_weight", "joint_bias"]  # [3 r, 2 r + E], [3 r]
+        if self.confidence:
+            names += ["conf_weight", "conf_bias"]  # [1, E (+ r)], [1]
+        return tuple(names)
+
+
+@cache
+def sequential_head(shape: HeadShape) -> onnx.FunctionProto:
+    """The operator for one head: G steps, unrolled."""
+
+    def linear(g: GraphWriter, parts: list[str], weight: str, bias: str) -> str:
+        x = g.Concat(*parts, axis=1) if len(parts) > 1 else parts[0]
+        return g.Gemm(x, weight, bias, transB=1)
+
+    def step(g: GraphWriter, k: int, previous: str, state: str) -> tuple[str, str, str, str]:
+        """One position: token [B], logits [B, V], confidence logit [B], RNN state [B, r]."""
+        index = np.int64(k)
+        logits = g.Gather("base_logits", index, axis=1)
+        h = g.Gather("hidden", index, axis=1)
+        embedding = g.Gather("w1", previous) if shape.rank else ""
+        if shape.rank:
+            if shape.kind == "gated":
+                gate = g.Sigmoid(linear(g, [h, embedding], "gate_weight", "gate_bias"))
+                feature = g.Mul(gate, embedding)
+            elif shape.kind == "rnn":
+                joint = linear(g, [state, embedding, h], "joint_weight", "joint_bias")
+                gate, candidate, output = g.op("Split", [joint], outputs=3, axis=1, num_outputs=3)
+                keep = g.Sigmoid(gate)
+                fresh = g.Mul(g.Sub(np.float32(1), keep), g.Tanh(candidate))
+                state = g.Add(g.Mul(keep, state), fresh)
+                feature = g.Tanh(output)
+            else:
+                feature = embedding
+            logits = g.Gemm(feature, "w2", logits, transB=1)
+        token = draft_token(g, logits, g.Gather("u", index, axis=1))
+        if shape.confidence:
+            parts = [h, embedding] if shape.confidence_with_markov else [h]
+            conf = g.Squeeze(linear(g, parts, "conf_weight", "conf_bias"), [1])
+        else:
+            conf = g.Expand(np.float32(np.inf), g.Shape("anchors"))
+        return token, logits, conf, state
+
+    def body(g: GraphWriter) -> list[str]:
+        previous, state = "anchors", ""
+        if shape.rank and shape.kind == "rnn":
+            state = g.Expand(
+                np.float32(0), g.Concat(g.dim("anchors", 0), [shape.rank], axis=0)
+            )
+        columns: list[list[str]] = [[], [], []]
+        for k in range(shape.block_size):
+            previous, logits, conf, state = step(g, k, previous, state)
+            for column, value in zip(columns, (previous, logits, conf), strict=True):
+                column.append(g.Unsqueeze(value, [1]))
+        return [g.Concat(*column, axis=1) for column in columns]
+
+    kind = shape.kind if shape.rank else "none"
+    confidence = "plain" if shape.confidence else "none"
+    if shape.confidence and shape.confidence_with_markov:
+        confidence = "markov"
+    return make_function(
+        "SequentialHead",
+        shape.inputs,
+        OUTPUTS,
+        body,
+        overload=f"{kind}r{shape.rank}g{shape.block_size}{confidence}",
+        attributes=("kind", "block_size"),
+    )
+
+
+def draft_token(g: GraphWriter, logits: str, u: str) -> str:
+    """x_k [B] int32 from logits [B, V], at each row's `draft_temperature`."""
+    best = g.int32(g.ArgMax(logits, axis=1, keepdims=0))
+    hot = g.Greater("draft_temperature", np.float32(0))
+
+    def drawn(sub: GraphWriter) -> list[str]:
+        law = tempered_law(sub, logits, "draft_temperature")
+        return [sub.Where(hot, inverse_cdf(sub, law, u), best)]
+
+    some_hot = g.Greater(g.ReduceMax("draft_temperature", keepdims=0), np.float32(0))
+    return g.if_else(some_hot, drawn, lambda sub: [best], [TensorProto.INT32])[0]
+
+
+def tempered_law(g: GraphWriter, logits: str, temperature: str) -> str:
+    """softmax(logits / temperature) [M, V] f64; a row of temperature 0 is a row nobody reads.
+
+    The largest logit is taken off first, so that a temperature near 0 cannot overflow.
+    """
+    cold = g.LessOrEqual(temperature, np.float32(0))
+    divisor = g.Unsqueeze(g.Where(cold, np.float32(1), temperature), [1])
+    shifted = g.Sub(logits, g.ReduceMax(logits, [1], keepdims=1))
+    return g.Softmax(g.Div(g.Cast(shifted, to=TensorProto.DOUBLE),
+                           g.Cast(divisor, to=TensorProto.DOUBLE)), axis=1)
+
+
+def inverse_cdf(g: GraphWriter, weights: str, u: str) -> str:
+    """The least id [M] int32 whose cumulative weight exceeds u * total; weights [M, V] f64 >= 0.
+
+    In double, u < 1 of 24 bits times the total stays below the total, so an id of weight 0 can
+    never be the answer.
+    """
+    cumulative = g.CumSum(weights, np.int64(1))
+    total = g.slice_axis(cumulative, -1, np.iinfo(np.int64).max, 1)  # [M, 1]
+    threshold = g.Mul(g.Unsqueeze(g.Cast(u, to=TensorProto.DOUBLE), [1]), total)
+    passed = g.int32(g.LessOrEqual(cumulative, threshold))
+    return g.ReduceSum(passed, [1], keepdims=0)

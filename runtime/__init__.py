@@ -1,0 +1,1 @@
+"""Engine directory to tokens: the step loop and everything around it."""
