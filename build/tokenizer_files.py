@@ -1,0 +1,128 @@
+"""The tokenizer of a Hugging Face folder: tokenizer.json, special tokens, chat template.
+
+Also `generation_config.json`, since it says which tokens end a text.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from dspark_trt.build.json_file import Fields, read_object, read_text
+from dspark_trt.build.source import CheckpointError, TokenizerFiles
+
+SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+MAX_TOKENIZER_BYTES = 1 << 28
+MAX_TEMPLATE_BYTES = 1 << 20
+
+
+def load_tokenizer(text: str, *, where: str) -> Tokenizer:
+    """The `tokenizers` object that the text of a tokenizer.json describes."""
+    try:
+        return Tokenizer.from_str(text)
+    except Exception as error:  # the library raises bare Exception
+        raise CheckpointError(f"{where} is not a tokenizer.json: {error}") from error
+
+
+def read_tokenizer(folder: Path, eos_token_ids: tuple[int, ...]) -> TokenizerFiles:
+    """The tokenizer of a folder; its eos_token is added to the `eos_token_ids` of the model."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(_absent(folder))
+    text = read_text(path, max_bytes=MAX_TOKENIZER_BYTES)
+    tokenizer = load_tokenizer(text, where=str(path))
+    config = _optional_object(folder / "tokenizer_config.json")
+    legacy = _optional_object(folder / "special_tokens_map.json")
+    special = {name: _token(config, name) or _token(legacy, name) for name in SPECIAL}
+    for name, token in special.items():
+        if token is not None and tokenizer.token_to_id(token) is None:
+            if name in ("bos_token", "eos_token"):
+                raise CheckpointError(f"{folder}: {name} {token!r} is not in {path.name}")
+            special[name] = None
+    eos = special["eos_token"]
+    ends = set(eos_token_ids) | ({tokenizer.token_to_id(eos)} if eos is not None else set())
+    return TokenizerFiles(
+        text,
+        {
+            **special,
+            "eos_token_ids": sorted(ends),
+            "add_bos": _adds_bos(tokenizer, config, special["bos_token"]),
+            "chat_template": _chat_template(folder, config),
+            "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
+        },
+    )
+
+
+def _absent(folder: Path) -> str:
+    missing = f"{folder} has no tokenizer.json"
+    if (folder / "tokenizer.model").is_file() or (folder / "vocab.json").is_file():
+        return (
+            f"{missing}, only an older tokenizer format: load it once with Transformers' "
+            "AutoTokenizer and save_pretrained into this folder"
+        )
+    return f"{missing}: put the model's tokenizer.json there, or give --tokenizer DIR"
+
+
+def _optional_object(path: Path) -> Fields:
+    return Fields(str(path), read_object(path) if path.is_file() else {})
+
+
+def _token(config: Fields, name: str) -> str | None:
+    """A special token: a string, or an object with its `content`; None where absent."""
+    value = config.get(name)
+    if isinstance(value, dict):
+        value = value.get("content")
+    if value is not None and not isinstance(value, str):
+        raise config.fail(name, "a string or an object with a string `content`")
+    return value
+
+
+def _adds_bos(tokenizer: Tokenizer, config: Fields, bos: str | None) -> bool:
+    """Whether a plain text is encoded with bos_token first."""
+    if bos is None:
+        return False
+    if config.has("add_bos_token"):
+        return config.boolean("add_bos_token")
+    ids = tokenizer.encode("a", add_special_tokens=True).ids
+    return bool(ids) and ids[0] == tokenizer.token_to_id(bos)
+
+
+def _chat_template(folder: Path, config: Fields) -> str | None:
+    """chat_template.jinja, else tokenizer_config's chat_template (of a list, "default")."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return read_text(path, max_bytes=MAX_TEMPLATE_BYTES)
+    value = config.get("chat_template")
+    if isinstance(value, list):
+        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        value = named.get("default")
+    if value is not None and not isinstance(value, str):
+        raise config.fail("chat_template", "a string, or a list of {name, template}")
+    return value
+
+
+def read_generation_config(folder: Path) -> dict[str, object]:
+    """generation_config.json as it is, {} where absent."""
+    path = folder / "generation_config.json"
+    return read_object(path) if path.is_file() else {}
+
+
+def eos_ids(generation: Fields, config: Fields) -> tuple[int, ...]:
+    """eos_token_id (one or a list) of the generation config, else of the model's config."""
+    fields = generation if generation.has("eos_token_id") else config
+    value = fields.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(i) is int and i >= 0 for i in ids):
+        raise fields.fail("eos_token_id", "a token id or a list of token ids")
+    return tuple(sorted(set(ids)))
+
+
+def check_vocabulary(tokenizer: TokenizerFiles, vocab_size: int, *, where: Path) -> None:
+    """Refuse a tokenizer whose ids go beyond the model's vocabulary; padding beyond it is fine."""
+    known = tokenizer.config["vocab_size"]
+    if not isinstance(known, int) or known > vocab_size:
+        raise CheckpointError(
+            f"{where}: the tokenizer has {known} tokens, the model's vocab_size is {vocab_size}: "
+            "this tokenizer belongs to another model"
+        )
