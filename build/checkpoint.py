@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dspark_trt.build.config import TargetDims
-from dspark_trt.build.drafter_checkpoint import open_deepspec
+from dspark_trt.build.drafter_checkpoint import open_deepspec, share_with_target
 from dspark_trt.build.gguf_model import open_gguf
 from dspark_trt.build.huggingface import open_huggingface
 from dspark_trt.build.json_file import read_object
@@ -33,6 +33,7 @@ __all__ = [
     "check_target_weights",
     "open_drafter",
     "open_target",
+    "share_with_target",
 ]
 
 EXPECTED = (

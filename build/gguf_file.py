@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -33,7 +34,7 @@ MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 16
 DEQUANTIZED_AT_ONCE = 1 << 22  # values, 16 MiB of float32
 STRING, ARRAY, BOOL = 8, 9, 7
-NUMBERS = {
+NUMBERS: dict[int, np.dtype[Any]] = {
     0: np.dtype("<u1"),
     1: np.dtype("<i1"),
     2: np.dtype("<u2"),
@@ -206,9 +207,8 @@ class GgufFile:
         with np.errstate(all="ignore"):  # NaN and infinities are reported by name, below
             for i in range(0, rows, step):
                 values[i : i + step] = dequantize(np.array(packed[i : i + step]), item.kind)
-        values = values.reshape(item.shape)
         check_finite(self.path, name, values)
-        return values
+        return values.reshape(item.shape)
 
 
 def _type_name(kind: int) -> str:
@@ -252,7 +252,7 @@ def _strings(cursor: _Cursor, key: str, count: int) -> list[str]:
     """`count` strings; a vocabulary has 100,000, so lengths are read without numpy."""
     if count * 8 > len(cursor.data) - cursor.at:
         raise cursor.fail(f"metadata {key} claims {count} strings, the file is too short")
-    window = memoryview(cursor.data)[cursor.at :]
+    window = cursor.data.data[cursor.at :]
     unpack: Callable[..., tuple[int]] = struct.Struct("<Q").unpack_from
     at, end = 0, len(window)
     found: list[str] = []

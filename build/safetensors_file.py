@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from dspark_trt.build.json_file import MAX_DEPTH, parse_object
-from dspark_trt.build.source import CheckpointError, check_finite
+from dspark_trt.build.source import CheckpointError, WeightSource, check_finite
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
 MAX_DIMS = 8
@@ -74,12 +74,11 @@ class SafetensorsFile:
 
     def _slice(self, name: str, entry: object, start: int, size: int) -> Slice:
         fields = entry if isinstance(entry, dict) else {}
-        dtype, shape, span = (fields.get(k) for k in ("dtype", "shape", "data_offsets"))
-        if not _counts(shape, MAX_DIMS) or not _counts(span, 2) or len(span) != 2:
-            raise CheckpointError(
-                f"{self.path}: the header's entry for {name} is damaged: "
-                f"shape {shape!r}, data_offsets {span!r}"
-            )
+        shape = _counts(fields.get("shape"), MAX_DIMS)
+        span = _counts(fields.get("data_offsets"), 2)
+        if shape is None or span is None or len(span) != 2:
+            raise CheckpointError(f"{self.path}: the header's entry for {name} is damaged: {entry}")
+        dtype = fields.get("dtype")
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.path}: tensor {name} has dtype {dtype!r}, supported are "
@@ -97,7 +96,7 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name} of shape {list(shape)} and dtype {dtype} needs "
                 f"{expected} bytes, the header gives {end - begin}"
             )
-        return Slice(dtype, tuple(shape), start + begin, expected)
+        return Slice(dtype, shape, start + begin, expected)
 
     def _refuse_overlap(self) -> None:
         end, before = 0, ""
@@ -117,13 +116,11 @@ class SafetensorsFile:
         return data.view(DTYPES[item.dtype]).reshape(item.shape)
 
 
-def _counts(value: object, most: int) -> bool:
-    """Whether `value` is a list of at most `most` integers >= 0."""
-    return (
-        isinstance(value, list)
-        and len(value) <= most
-        and all(type(i) is int and 0 <= i < 1 << 63 for i in value)
-    )
+def _counts(value: object, most: int) -> tuple[int, ...] | None:
+    """`value` as a tuple if it is a list of at most `most` integers in [0, 2^63), else None."""
+    if not isinstance(value, list) or len(value) > most:
+        return None
+    return tuple(value) if all(type(i) is int and 0 <= i < 1 << 63 for i in value) else None
 
 
 class SafetensorsWeights:
@@ -153,10 +150,17 @@ class SafetensorsWeights:
         check_finite(file.path, stored, values)
         return values
 
-    def raw(self, name: str) -> np.ndarray:
-        """The tensor in the file's own dtype, mapped, unchecked."""
+    def mapped(self, name: str) -> np.ndarray:
+        """The tensor in the file's own dtype, mapped and unchecked."""
         file, stored = self._where[name]
         return file.raw(stored)
+
+
+def mapped_or_read(weights: WeightSource, name: str) -> np.ndarray:
+    """The values of a tensor, without a copy where the file holds them as they are."""
+    if type(weights) is SafetensorsWeights:
+        return weights.mapped(name)
+    return weights.tensor(name)
 
 
 def main_dtype(files: list[SafetensorsFile]) -> str:

@@ -7,6 +7,7 @@ import logging
 import numpy as np
 
 from dspark_trt.build.config import DrafterDims, LayerDims, TargetDims
+from dspark_trt.build.safetensors_file import mapped_or_read
 from dspark_trt.build.source import CheckpointError, TargetCheckpoint, WeightSource
 
 logger = logging.getLogger(__name__)
@@ -124,10 +125,10 @@ def check_target_weights(ckpt: TargetCheckpoint) -> None:
     warning); an untied one must carry it. Only that comparison reads data.
     """
     dims = ckpt.dims
-    head = {"lm_head.weight": (dims.vocab_size, dims.layer.hidden_size)}
+    head: Shapes = {"lm_head.weight": (dims.vocab_size, dims.layer.hidden_size)}
     check_shapes(ckpt.weights, target_shapes(dims), optional=head)
     if dims.tie_word_embeddings and "lm_head.weight" in ckpt.weights.names():
-        if not _equal(ckpt.weights, "lm_head.weight", "embed_tokens.weight"):
+        if not equal_tensors(ckpt.weights, "lm_head.weight", ckpt.weights, "embed_tokens.weight"):
             raise CheckpointError(
                 f"{ckpt.weights.path}: tie_word_embeddings is true but lm_head.weight differs from "
                 "embed_tokens.weight: set tie_word_embeddings to false if the head is its own, or "
@@ -139,9 +140,13 @@ def check_target_weights(ckpt: TargetCheckpoint) -> None:
         )
 
 
-def _equal(weights: WeightSource, left: str, right: str) -> bool:
-    """Whether two tensors of one shape hold the same values."""
-    raw = getattr(weights, "raw", None)
-    a, b = (raw(n) if raw else weights.tensor(n) for n in (left, right))
-    rows = range(0, a.shape[0], COMPARED_ROWS)
-    return all(np.array_equal(a[i : i + COMPARED_ROWS], b[i : i + COMPARED_ROWS]) for i in rows)
+def equal_tensors(a: WeightSource, left: str, b: WeightSource, right: str) -> bool:
+    """Whether two tensors hold the same float32 values."""
+    if a.shape(left) != b.shape(right):
+        return False
+    x, y = mapped_or_read(a, left), mapped_or_read(b, right)
+    step = COMPARED_ROWS
+    return all(
+        np.array_equal(x[i : i + step].astype(np.float32), y[i : i + step].astype(np.float32))
+        for i in range(0, x.shape[0], step)
+    )

@@ -41,7 +41,9 @@ def read_tokenizer(folder: Path, eos_token_ids: tuple[int, ...]) -> TokenizerFil
                 raise CheckpointError(f"{folder}: {name} {token!r} is not in {path.name}")
             special[name] = None
     eos = special["eos_token"]
-    ends = set(eos_token_ids) | ({tokenizer.token_to_id(eos)} if eos is not None else set())
+    ends = set(eos_token_ids)
+    if eos is not None:
+        ends.add(int(tokenizer.token_to_id(eos) or 0))
     return TokenizerFiles(
         text,
         {
