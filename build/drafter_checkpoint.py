@@ -31,7 +31,13 @@ from dspark_trt.build.safetensors_file import (
     open_shards,
     require_floats,
 )
-from dspark_trt.build.source import CheckpointError, DrafterCheckpoint, check_finite, naming
+from dspark_trt.build.source import (
+    CheckpointError,
+    DrafterCheckpoint,
+    WeightSource,
+    check_finite,
+    naming,
+)
 from dspark_trt.build.tensor_names import check_shapes, drafter_shapes, equal_tensors
 
 COMPACT_FORMAT = "dspark-int8"

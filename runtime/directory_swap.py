@@ -55,7 +55,7 @@ def staged_directory(target: Path) -> Iterator[Path]:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield staged
             _take_place(staged, target)
-            _sync(target.parent)
+            sync(target.parent)
     except BaseException:
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: another process uses it
@@ -67,8 +67,8 @@ def sync_tree(root: Path) -> None:
     """Flush every file and folder under `root`, and `root` itself, to the disk."""
     for folder, _, names in os.walk(root, topdown=False):
         for name in names:
-            _sync(Path(folder, name))
-        _sync(Path(folder))
+            sync(Path(folder, name))
+        sync(Path(folder))
 
 
 def clear_stale(target: Path) -> None:
@@ -138,7 +138,8 @@ def _make_parents(folder: Path) -> list[Path]:
     return made
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Flush one file or one folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from dspark_trt.runtime.directory_swap import staged_directory, sync_tree
+from dspark_trt.runtime.directory_swap import staged_directory, sync, sync_tree
 from dspark_trt.runtime.file_hash import FileEntry, HashingWriter, sha256_file
 from dspark_trt.runtime.typed_json import JsonError, canonical, from_json, read_json
 
@@ -180,7 +180,8 @@ class StagedEngine:
         sync_tree(self.path)
         with (self.path / MANIFEST).open("x", encoding="utf-8") as file:
             file.write(text)
-        sync_tree(self.path / MANIFEST)
+        sync(self.path / MANIFEST)
+        sync(self.path)
         return from_json(Manifest, json.loads(text), MANIFEST)
 
 

@@ -41,7 +41,7 @@ def write(output, text, pause=None):
         if pause == "before swap":
             directory_swap._take_place = lambda staged, target: wait()
         if pause == "after swap":
-            directory_swap._sync = lambda path: wait() if path == Path(output).parent else None
+            directory_swap.sync = lambda path: wait() if path == Path(output).parent else None
 """
 
 

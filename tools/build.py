@@ -1,0 +1,129 @@
+"""`dspark build`: a checkpoint, and perhaps a drafter, into an engine directory."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark_trt.runtime.engine_dir import Manifest, check_output, read_manifest
+from dspark_trt.tools.options import integer, parser
+
+EXAMPLES = """\
+  dspark build --model SmolLM2-135M-Instruct.Q4_1.gguf --output engines/smollm2
+  dspark build --model ./Qwen3-4B --drafter ./dspark_qwen3_4b_block7 --output engines/qwen3
+  dspark build --model ./Qwen3-4B --quantize int4 --max-seq-len 2048 --output engines/qwen3-int4"""
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The options of `dspark build`; the checks of their values are `BuildOptions`'."""
+    made = parser(
+        "build",
+        description="Build an engine directory. It is complete or not there at all: on an error, a "
+        "signal or a full disk, what was at DIR stays.",
+        examples=EXAMPLES,
+    )
+    add = made.add_argument
+    add(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="Hugging Face directory, GGUF file, or TensorRT-LLM checkpoint directory",
+    )
+    add(
+        "--drafter",
+        type=Path,
+        metavar="PATH",
+        help="directory of a DSpark drafter made for this model",
+    )
+    add("--output", type=Path, required=True, metavar="DIR", help="engine directory to write")
+    add(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="directory or file of the tokenizer, where the model brings none",
+    )
+    add("--backend", default="onnxruntime", choices=["onnxruntime"], help="default: %(default)s")
+    add("--dtype", default="float32", choices=["float32"], help="default: %(default)s")
+    add(
+        "--quantize",
+        default="none",
+        choices=["none", "int8", "int4"],
+        help="weight-only quantisation, default: %(default)s",
+    )
+    for flag, default, text in (
+        ("--max-batch-size", 8, "requests that run at once"),
+        ("--max-input-len", None, "tokens of a prompt"),
+        ("--max-seq-len", None, "tokens of prompt and output together"),
+        ("--max-num-tokens", 512, "tokens of one step over all requests"),
+        ("--page-size", 32, "tokens of a KV page"),
+    ):
+        shown = default if default is not None else "by the checkpoint"
+        add(
+            flag,
+            type=integer(1),
+            default=default,
+            metavar="N",
+            help=f"{text}, default: {shown}",
+        )
+    add("--gather-context-logits", action="store_true", help="keep the logits of prompts")
+    add("--gather-generation-logits", action="store_true", help="keep the logits of outputs")
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `dspark build`; the exit code."""
+    asked = vars(arguments().parse_args(argv))
+    check_output(asked["output"])  # before the libraries load, so that a slip is told at once
+
+    from dspark_trt.build.builder import BuildOptions, build_engine
+
+    started = time.monotonic()
+    bar = ProgressBar()
+    try:
+        build_engine(BuildOptions(**asked), bar.show)
+    finally:
+        bar.close()
+    manifest = read_manifest(asked["output"])
+    print(summary(asked["output"], manifest, time.monotonic() - started))
+    return 0
+
+
+def summary(output: Path, manifest: Manifest, seconds: float) -> str:
+    """One line on what was built."""
+    size = sum(entry.bytes for entry in manifest.files.values())
+    drafter = " with its drafter" if manifest.drafter is not None else ""
+    quantized = "" if manifest.quantize == "none" else f", {manifest.quantize} weights"
+    return (
+        f"built {output}: {manifest.checkpoint.name}{drafter} for {manifest.backend} "
+        f"({manifest.dtype}{quantized}), {size / 1e6:.0f} MB in {seconds:.1f} s"
+    )
+
+
+class ProgressBar:
+    """Bytes of weights written, on stderr; nothing where that is no terminal."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._visible = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def show(self, done: int, total: int, tensor: str) -> None:
+        """Draw `done` of `total` bytes, the last of them of `tensor`."""
+        if not self._visible:
+            return
+        from tqdm import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="weights", leave=False)
+        self._bar.update(done - self._bar.n)
+        self._bar.set_postfix_str(tensor[-32:], refresh=False)
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        if self._bar is not None:
+            self._bar.close()
