@@ -15,7 +15,6 @@ import jinja2.sandbox
 
 from dspark_trt.runtime.sampling_params import RequestError, refuse
 
-
 # What a template may raise on messages it was not written for.
 _RENDER_ERRORS = (
     jinja2.TemplateError,

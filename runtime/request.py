@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -179,15 +180,15 @@ class Request:
 def check_prompt(prompt_ids: Sequence[int], *, vocab_size: int, max_prompt_len: int) -> None:
     """Refuse an empty prompt, one that leaves no room, and ids that the model does not have."""
     if len(prompt_ids) == 0:
-        raise refuse("prompt", list(prompt_ids), "at least one token", "give some text")
+        raise refuse("prompt", [], "at least one token", "give some text")
     if len(prompt_ids) > max_prompt_len:
         raise RequestError(
             f"Prompt length ({len(prompt_ids)}) exceeds maximum input length ({max_prompt_len}): "
             "shorten the prompt or build the engine with a larger --max-input-len"
         )
+    if not all(isinstance(id_, Integral) and not isinstance(id_, bool) for id_ in prompt_ids):
+        raise refuse("prompt", prompt_ids, "a flat list of integer ids", "encode it first")
     ids = np.asarray(prompt_ids)
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise refuse("prompt", list(prompt_ids), "a flat list of integer ids", "encode it first")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if outside.size:
         i = int(outside[0])
@@ -235,7 +236,7 @@ def new_request(
     new tokens is clamped. eos_token_ids: None takes the tokenizer's. stream_text: keep the text
     up to date after every commit; needed anyway where there are stop strings.
     """
-    limit = min(max_prompt_len, max_seq_len)
+    limit = min(max_prompt_len, max_seq_len - 1)  # room for one token at least
     check_prompt(prompt_ids, vocab_size=vocab_size, max_prompt_len=limit)
     params.check_vocabulary(vocab_size)
     if eos_token_ids is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -117,6 +118,7 @@ def philox_key(seed: int, prompt_ids: Sequence[int], sequence_index: int) -> np.
     return np.uint64(int.from_bytes(digest.digest(), "little"))
 
 
+@lru_cache(maxsize=16)
 def _counters(block_size: int) -> np.ndarray:
     """Counter words 1, 2 of a request's draws, [2, 2 * G + 2]: draft, accept, recover, bonus."""
     positions = range(1, block_size + 1)
