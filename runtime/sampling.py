@@ -57,6 +57,10 @@ class RowEdits:
     value: np.ndarray
 
 
+_NOTHING = np.empty(0, np.int64)
+NO_EDITS = RowEdits(_NOTHING, _NOTHING, _NOTHING, np.empty(0, np.float32))
+
+
 @dataclass(frozen=True, slots=True)
 class BadWords:
     """Words as token ids, sorted for the test at one position."""
@@ -179,6 +183,8 @@ def row_edits(
             seqs += [first_seq + i] * len(banned)
             rows += [k] * len(banned)
             ids_out += banned
+    if not ids_out:
+        return NO_EDITS
     return RowEdits(
         np.array(seqs, np.int64),
         np.array(rows, np.int64),

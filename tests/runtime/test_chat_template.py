@@ -19,7 +19,8 @@ CONVERSATIONS: list[list[dict[str, str]]] = [
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TEMPLATES = [
     "{{ bos_token }}{% for m in messages %}\n  {% if m.role == 'user' %}\n"
-    "[{{ m.content | trim }}]\n  {%- else %}\n({{ m['content'] }}){{ eos_token }}\n  {% endif %}\n{% endfor %}\n",
+    "[{{ m.content | trim }}]\n  {%- else %}\n({{ m['content'] }}){{ eos_token }}\n"
+    "  {% endif %}\n{% endfor %}\n",
     "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
     "{{ messages | tojson }}{{ messages[0] | tojson(indent=2) }}{{ tools is none }}{{ extra }}",
     "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",

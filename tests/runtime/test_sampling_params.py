@@ -12,26 +12,29 @@ from dspark_trt.runtime.sampling_params import RequestError, SamplingParams
 
 NAN, INF = math.nan, math.inf
 
-REFUSED: list[tuple[str, Any]] = [
-    *[("max_tokens", bad) for bad in (-1, 1.5, True, "3", None, NAN)],
-    *(("min_tokens", v) for v in (-1, 129, False)),
-    *(("temperature", v) for v in (-1, -0.1, NAN, INF, -INF, 1e-10, 1e10, "hot", True, None)),
-    *(("draft_temperature", v) for v in (-1, NAN, INF, True)),
-    *(("top_k", v) for v in (-1, 0.5, True)),
-    *(("top_p", v) for v in (0, -0.1, 1.1, NAN, INF, False)),
-    *(("min_p", v) for v in (-0.1, 1.1, NAN)),
-    *(("repetition_penalty", v) for v in (0, -1, NAN, INF)),
-    *(("presence_penalty", v) for v in (NAN, INF, -INF, "1")),
-    *(("frequency_penalty", v) for v in (NAN, INF, True)),
-    *(("logit_bias", v) for v in ({1: NAN}, {1: INF}, {1: -INF}, {-1: 1.0}, {"1": 1.0}, [1])),
-    *(("bad_words", v) for v in ([""], [[]], [[-1]], [[1.5]], 3, [None], "")),
-    *(("stop", v) for v in ("", ["a", ""], [1], 5, b"x", None)),
-    *(("stop_token_ids", v) for v in ([-1], [True], 3, "a", [1.0])),
-    *(("seed", v) for v in (-1, 2**64, 1.0, True)),
-    *(("logprobs", v) for v in (-1, 21, True, 2.0)),
-    *(("n", v) for v in (0, -1, 257, True)),
-    *((field, 1) for field in ("penalty_prompt", "include_stop", "ignore_eos")),
-]
+REFUSED_BY_FIELD: dict[str, list[Any]] = {
+    "max_tokens": [-1, 1.5, True, "3", None, NAN],
+    "min_tokens": [-1, 129, False],
+    "temperature": [-1, -0.1, NAN, INF, -INF, 1e-10, 1e10, "hot", True, None],
+    "draft_temperature": [-1, NAN, INF, True],
+    "top_k": [-1, 0.5, True],
+    "top_p": [0, -0.1, 1.1, NAN, INF, False],
+    "min_p": [-0.1, 1.1, NAN],
+    "repetition_penalty": [0, -1, NAN, INF],
+    "presence_penalty": [NAN, INF, -INF, "1"],
+    "frequency_penalty": [NAN, INF, True],
+    "logit_bias": [{1: NAN}, {1: INF}, {1: -INF}, {-1: 1.0}, {"1": 1.0}, [1]],
+    "bad_words": [[""], [[]], [[-1]], [[1.5]], 3, [None], ""],
+    "stop": ["", ["a", ""], [1], 5, b"x", None],
+    "stop_token_ids": [[-1], [True], 3, "a", [1.0]],
+    "seed": [-1, 2**64, 1.0, True],
+    "logprobs": [-1, 21, True, 2.0],
+    "n": [0, -1, 257, True],
+    "penalty_prompt": [1],
+    "include_stop": [None],
+    "ignore_eos": ["yes"],
+}
+REFUSED = [(field, value) for field, values in REFUSED_BY_FIELD.items() for value in values]
 
 
 @pytest.mark.parametrize(("field", "value"), REFUSED, ids=[f"{f}={v!r}" for f, v in REFUSED])
