@@ -20,9 +20,7 @@ DISTRIBUTION = "dspark-trt"
 # Subcommand, also the module in tools/ -> its line in the help.
 SUBCOMMANDS = {
     "build": "checkpoint (and drafter) -> engine directory",
-    "generate": "engine directory and prompts -> text",
     "info": "what an engine directory holds",
-    "bench": "speed and accepted lengths of an engine, with and without its drafter",
 }
 # Printed as one line. Named and not imported, so that no subcommand loads another's libraries.
 PLAIN_ERRORS = frozenset(
@@ -38,7 +36,6 @@ PLAIN_ERRORS = frozenset(
 )
 EXAMPLES = """examples:
   dspark build --model SmolLM2-135M-Instruct.Q4_1.gguf --output engines/smollm2
-  dspark generate engines/smollm2 --chat --prompt "Why is the sky blue?"
   dspark info engines/smollm2
 
 `dspark COMMAND --help` explains a command.
