@@ -72,18 +72,18 @@ def tiny_target(
         "bos_token_id": bos,
         "eos_token_id": eos,
     }
-    config = _family_config(family, sizes | overrides)
+    config = family_config(family, sizes | overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float()
     randomize_target(model, seed=seed)
     folder = tmp_path / (name or f"{family}-v{vocab}-l{layers}-s{seed}")
-    save_target(model.to(DTYPES[dtype]), folder, shard_size=shard_size, add_bos=add_bos)
+    save_target(model, folder, dtype=dtype, shard_size=shard_size, add_bos=add_bos)
     if legacy_config:
         _rewrite_config_as_v4(folder)
     return folder
 
 
-def _family_config(family: str, sizes: dict[str, Any]) -> PreTrainedConfig:
+def family_config(family: str, sizes: dict[str, Any]) -> PreTrainedConfig:
     """The configuration of a family; `sizes` win over the family's own values here."""
     if family == "llama":
         return LlamaConfig(**({"rope_parameters": rope(10000.0)} | sizes))
@@ -132,10 +132,15 @@ def _draw(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torc
 
 
 def save_target(
-    model: PreTrainedModel, folder: Path, *, shard_size: str | None = None, add_bos: bool = False
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    shard_size: str | None = None,
+    add_bos: bool = False,
 ) -> None:
     """Save model, generation config and a tokenizer of the model's vocabulary into `folder`."""
-    model.save_pretrained(folder, max_shard_size=shard_size or "1GB")
+    model.to(DTYPES[dtype]).save_pretrained(folder, max_shard_size=shard_size or "1GB")
     save_tokenizer(folder, model.config.vocab_size, add_bos=add_bos)
 
 
