@@ -10,7 +10,7 @@ import onnx
 from onnx import TensorProto, helper, shape_inference
 
 from dspark_trt.build.weights import WeightsFile
-from dspark_trt.plugins.graph import DOMAIN, IR_VERSION, OPSET, GraphWriter
+from dspark_trt.plugins.graph import DOMAIN, IR_VERSION, OPSET, GraphWriter, rename
 
 Dims = Sequence[int | str]
 
@@ -31,17 +31,7 @@ class ModelWriter(GraphWriter):
 
     def output(self, value: str, name: str, dims: Dims, dtype: int = TensorProto.INT32) -> None:
         """Make `value` the graph's output `name`."""
-        for node in self.nodes:  # rename where it is made: an Identity would be a copy
-            names = list(node.output)
-            if value in names:
-                node.output[names.index(value)] = name
-                break
-        else:
-            raise AssertionError(f"{value} is not made by a node of this graph")
-        for node in self.nodes:
-            for i, used in enumerate(node.input):
-                if used == value:
-                    node.input[i] = name
+        rename(self.nodes, value, name)
         self._outputs.append(helper.make_tensor_value_info(name, dtype, list(dims)))
 
     def weight(self, name: str, array: np.ndarray | None = None) -> str:

@@ -154,6 +154,21 @@ class GraphWriter:
         return self.Range(np.int32(0), last, np.int32(1))
 
 
+def rename(nodes: Sequence[onnx.NodeProto], old: str, new: str) -> None:
+    """Call the tensor `old` `new` wherever `nodes` and their subgraphs make or use it.
+
+    An `Identity` would do too, but ONNX Runtime may keep it, and then K/V pages are copied whole.
+    """
+    for node in nodes:
+        for names in (node.input, node.output):
+            for i, name in enumerate(names):
+                if name == old:
+                    names[i] = new
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                rename(attribute.g.node, old, new)
+
+
 def make_function(
     name: str,
     inputs: Sequence[str],
@@ -172,7 +187,7 @@ def make_function(
     g = GraphWriter()
     results = write(g)
     for result, output in zip(results, outputs, strict=True):
-        g.nodes.append(helper.make_node("Identity", [result], [output]))
+        rename(g.nodes, result, output)
     function = helper.make_function(
         DOMAIN,
         name,

@@ -1,0 +1,246 @@
+"""`build_engine`: a checkpoint (and a drafter) into a checked engine directory."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from dspark_trt.build.checkpoint import open_drafter, open_target
+from dspark_trt.build.config import DrafterDims, TargetDims, require
+from dspark_trt.build.drafter import DraftGraph
+from dspark_trt.build.graph import ModelWriter
+from dspark_trt.build.quantize import BITS, Quantizer
+from dspark_trt.build.source import DrafterCheckpoint, TargetCheckpoint, WeightSource
+from dspark_trt.build.target import Drafter, TargetGraph
+from dspark_trt.build.weights import WeightsFile
+from dspark_trt.runtime.engine_dir import (
+    CheckpointInfo,
+    Limits,
+    Manifest,
+    check_output,
+    write_engine_dir,
+)
+
+WEIGHTS, TARGET_GRAPH, DRAFT_GRAPH = "weights.bin", "target.onnx", "draft.onnx"
+BACKENDS = ("onnxruntime",)
+DTYPES = ("float32",)
+DEFAULT_SEQ_LEN = 4096  # where the checkpoint allows more and nobody asked
+
+Progress = Callable[[int, int, str], None]  # bytes written, bytes in all, tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildOptions:
+    """What `dspark build` is asked for; lengths in tokens, None = from the checkpoint."""
+
+    model: Path
+    output: Path
+    drafter: Path | None = None
+    tokenizer: Path | None = None
+    backend: str = "onnxruntime"
+    dtype: str = "float32"
+    quantize: str = "none"
+    max_batch_size: int = 8
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+    max_num_tokens: int = 512
+    gather_context_logits: bool = False
+    gather_generation_logits: bool = False
+    page_size: int = 32
+
+    def __post_init__(self) -> None:
+        for name, choices in (
+            ("backend", BACKENDS),
+            ("dtype", DTYPES),
+            ("quantize", tuple(BITS)),
+        ):
+            value = getattr(self, name)
+            require(
+                value in choices, f"--{name} must be one of {', '.join(choices)}, got {value!r}"
+            )
+        bounds = {
+            "max_batch_size": (1, 1024),
+            "max_input_len": (1, None),
+            "max_seq_len": (2, None),
+            "max_num_tokens": (1, None),
+            "page_size": (1, 1024),
+        }
+        for name, (low, high) in bounds.items():
+            value = getattr(self, name)
+            flag = "--" + name.replace("_", "-")
+            if value is not None:
+                require(value >= low, f"{flag} must be >= {low}, got {value}")
+                require(high is None or value <= high, f"{flag} must be <= {high}, got {value}")
+
+    def limits(self, target: TargetDims) -> Limits:
+        """The engine's limits, checked against the checkpoint's context."""
+        longest = target.max_position
+        seq = self.max_seq_len or min(longest, DEFAULT_SEQ_LEN)
+        require(
+            seq <= longest,
+            f"--max-seq-len must be <= {longest}, the checkpoint's max_position_embeddings, "
+            f"got {seq}",
+        )
+        prompt = self.max_input_len or seq - 1
+        require(
+            prompt < seq,
+            f"--max-input-len must be < --max-seq-len ({seq}), so that one token can follow, "
+            f"got {prompt}",
+        )
+        return Limits(
+            max_batch_size=self.max_batch_size,
+            max_input_len=prompt,
+            max_seq_len=seq,
+            max_num_tokens=self.max_num_tokens,
+        )
+
+
+class CountingSource:
+    """A weight source that reports what has been read."""
+
+    def __init__(self, source: WeightSource, report: Callable[[int, str], None]) -> None:
+        self._source, self._report = source, report
+        self.path = source.path
+
+    def names(self) -> list[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._source.shape(name)
+
+    def tensor(self, name: str) -> np.ndarray:
+        array = self._source.tensor(name)
+        self._report(array.nbytes, name)
+        return array
+
+
+def build_engine(options: BuildOptions, progress: Progress | None = None) -> Manifest:
+    """Build the engine directory `options.output`; it is complete or not there at all.
+
+    Everything that can be refused is refused before the first weight is read: `CheckpointError`,
+    `ConfigError` and `EngineDirError` name the field or file, the value and the bound.
+    """
+    check_output(options.output)
+    target = open_target(options.model, options.tokenizer)
+    drafter = open_drafter(options.drafter, target.dims) if options.drafter else None
+    limits = options.limits(target.dims)
+    quantizer = Quantizer(BITS[options.quantize])
+    with write_engine_dir(
+        options.output, expected_bytes=_expected_bytes(target, drafter, options.quantize)
+    ) as staged:
+        measured: dict[str, float] = {}
+        write_graphs(staged.path, target, drafter, options, quantizer, progress)
+        _write_tokenizer(staged.path, target)
+        manifest = _manifest(options, target, drafter, limits, measured)
+        staged.describe(manifest)
+    return manifest
+
+
+def write_graphs(
+    directory: Path,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint | None,
+    options: BuildOptions,
+    quantizer: Quantizer,
+    progress: Progress | None,
+) -> None:
+    """Weights and graphs into `directory`, each tensor read once and dropped once written."""
+    total = sum(
+        4 * int(np.prod(source.shape(name)))
+        for source in (target.weights, *([drafter.weights] if drafter else []))
+        for name in source.names()
+    )
+    done = 0
+
+    def report(nbytes: int, name: str) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(min(done, total), total, name)
+
+    source = CountingSource(target.weights, report)
+    built_in = Drafter(drafter.dims, CountingSource(drafter.weights, report)) if drafter else None
+    with WeightsFile(directory / WEIGHTS) as weights:
+        writer = ModelWriter(weights)
+        TargetGraph(writer, target.dims, source, quantizer, options.page_size, built_in).write()
+        models = {TARGET_GRAPH: writer}
+        if built_in is not None:
+            writer = ModelWriter(weights)
+            DraftGraph(
+                writer, built_in, target.dims, source, quantizer, options.page_size
+            ).write()
+            models[DRAFT_GRAPH] = writer
+    for name, writer in models.items():
+        writer.save(directory / name, name.removesuffix(".onnx"))
+
+
+def _expected_bytes(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint | None, quantize: str
+) -> int:
+    """Bytes the engine will take, roughly: what is refused early where the disk lacks them."""
+
+    def count(dims: TargetDims | DrafterDims, source: WeightSource) -> int:
+        matrices = sum(int(np.prod(source.shape(n))) for n in source.names())
+        table = dims.vocab_size * dims.layer.hidden_size
+        bits = BITS[quantize] or 32
+        return int(4 * table + matrices * (bits + (5 if bits < 32 else 0)) / 8)
+
+    return count(target.dims, target.weights) + (
+        count(drafter.dims, drafter.weights) if drafter else 0
+    )
+
+
+def _write_tokenizer(directory: Path, target: TargetCheckpoint) -> None:
+    folder = directory / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(target.tokenizer.tokenizer_json, encoding="utf-8")
+    config = json.dumps(target.tokenizer.config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(config, encoding="utf-8")
+
+
+def _manifest(
+    options: BuildOptions,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint | None,
+    limits: Limits,
+    measured: dict[str, float],
+) -> Manifest:
+    libraries = ("onnx", "onnxruntime", "numpy", "gguf", "safetensors", "tokenizers")
+    versions = {name: metadata.version(name) for name in libraries}
+    return Manifest(
+        dspark_version=metadata.version("dspark-trt"),
+        versions={"python": platform.python_version(), **versions},
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        backend=options.backend,
+        dtype=options.dtype,
+        quantize=options.quantize,
+        checkpoint=CheckpointInfo(
+            name=Path(options.model).resolve().name,
+            format=target.source_format,
+            content_hash=target.content_hash,
+            weight_dtype=target.weight_dtype,
+        ),
+        target=dataclasses.asdict(target.dims),
+        limits=limits,
+        page_size=options.page_size,
+        drafter_checkpoint=CheckpointInfo(
+            name=Path(options.drafter).resolve().name,
+            format="deepspec",
+            content_hash=drafter.content_hash,
+            weight_dtype=drafter.weight_dtype,
+        )
+        if drafter and options.drafter
+        else None,
+        drafter=dataclasses.asdict(drafter.dims) if drafter else None,
+        gather_context_logits=options.gather_context_logits,
+        gather_generation_logits=options.gather_generation_logits,
+        measured=measured,
+    )

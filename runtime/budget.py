@@ -1,0 +1,111 @@
+"""How much is verified: policies, as pure functions of data.
+
+A step asks its policy twice.
+1. `budget`, before anything is drafted: K, how many drafts the step verifies in all. 0 = do not
+   draft. It sees the batch and what is at least two steps old, never this step's confidences.
+2. The allocation. The K pairs (request, position) of largest survival are verified, ties by
+   (position, request): PackVerify, on the device. A `synchronous` policy reads this step's
+   confidences on the host instead and bounds each request's length itself, with `lengths`.
+
+Neither ever sees a drafted token: whether position k is verified must not depend on x_k or on
+anything after it, or the output's law is biased.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+
+class PolicyError(ValueError):
+    """A policy's parameter is out of bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetView:
+    """What a budget may be made from."""
+
+    # [B] drafts that each request has room for (block size, tokens still wanted, context left)
+    room: np.ndarray
+    # survival [B', G] of the step two before this one, or None
+    lagged_survival: np.ndarray | None = None
+
+
+class Policy(Protocol):
+    """Decides how many drafts a step verifies."""
+
+    name: str
+    synchronous: bool
+
+    def budget(self, view: BudgetView) -> int:
+        """K in [0, sum(room)]; 0 = do not draft."""
+
+    def lengths(self, conf: np.ndarray, room: np.ndarray) -> np.ndarray:
+        """[B] int32 bounds of the lengths from this step's conf [B, G] = c.
+
+        Asked of synchronous policies alone; entry r may depend on conf[r, k] only in deciding
+        positions >= k.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class NoDraft:
+    """Plain decoding: nothing is drafted."""
+
+    name: str = "none"
+    synchronous: bool = False
+
+    def budget(self, view: BudgetView) -> int:
+        return 0
+
+    def lengths(self, conf: np.ndarray, room: np.ndarray) -> np.ndarray:
+        return np.zeros_like(room)
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """Every request verifies its first `gamma` drafts (None = the whole block)."""
+
+    gamma: int | None = None
+    name: str = "static"
+    synchronous: bool = False
+
+    def __post_init__(self) -> None:
+        if self.gamma is not None and self.gamma < 1:
+            raise PolicyError(
+                f"gamma must be >= 1, got {self.gamma}: use the policy none to decode without drafts"
+            )
+
+    def budget(self, view: BudgetView) -> int:
+        return int(self._bounded(view.room).sum())
+
+    def lengths(self, conf: np.ndarray, room: np.ndarray) -> np.ndarray:
+        return self._bounded(room)
+
+    def _bounded(self, room: np.ndarray) -> np.ndarray:
+        return room if self.gamma is None else np.minimum(room, self.gamma)
+
+
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """Each request verifies its drafts up to the first with c_k < tau."""
+
+    tau: float
+    name: str = "threshold"
+    synchronous: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.tau <= 1.0:  # false for NaN too
+            raise PolicyError(
+                f"threshold must be in [0, 1], got {self.tau}: 0 verifies every draft, 1 only those "
+                "that are certain"
+            )
+
+    def budget(self, view: BudgetView) -> int:
+        return int(view.room.sum())
+
+    def lengths(self, conf: np.ndarray, room: np.ndarray) -> np.ndarray:
+        prefix = np.cumprod(conf >= self.tau, axis=1).sum(axis=1)
+        return np.minimum(prefix, room).astype(np.int32)
