@@ -41,7 +41,7 @@ lint: $(VENV)/.test  ## ruff and mypy
 	$(BIN)/mypy
 
 clean:  ## remove what was built (engines, caches); the environment in VENV stays
-	rm -rf engines dist .build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf engines dist .build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:
