@@ -86,8 +86,12 @@ class Batcher:
 
     def add(self, request: Request) -> None:
         """Queue a request; `RequestError` where the whole pool could not hold it."""
-        if request.finished:
-            return
+        if not request.finished:
+            self.check(request)
+            self.waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Raise `RequestError` where the whole pool could not hold the request."""
         need = self.pool.pages_for(len(request.prompt_ids) + request.max_tokens)
         if need > self.pool.capacity:
             raise RequestError(
@@ -95,7 +99,6 @@ class Batcher:
                 f"cache has {self.pool.capacity}: lower max_tokens, or load the engine with more "
                 "pages"
             )
-        self.waiting.append(request)
 
     def schedule(self) -> ScheduledStep:
         """The next step's work; empty where nothing waits or runs."""
@@ -167,6 +170,8 @@ class Batcher:
         self.pool.release(request.pages)
         request.slot = None
         request.kv_len = 0
+        if not request.output_ids:  # its prompt will be computed again, from the start
+            request.context_logits.clear()
 
     @staticmethod
     def _most(request: Request) -> int:

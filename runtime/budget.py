@@ -36,17 +36,25 @@ class BudgetView:
 class Policy(Protocol):
     """Decides how many drafts a step verifies."""
 
-    name: str
-    synchronous: bool
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether `lengths` is asked, which makes a GPU wait for the host."""
+
+    @property
+    def max_length(self) -> int | None:
+        """Longest prefix of a draft that is verified; None = the whole block."""
 
     def budget(self, view: BudgetView) -> int:
         """K in [0, sum(room)]; 0 = do not draft."""
 
     def lengths(self, conf: np.ndarray, room: np.ndarray) -> np.ndarray:
-        """[B] int32 bounds of the lengths from this step's conf [B, G] = c.
+        """[B] int32 lengths from this step's conf [B, G] = c, at most `room` [B].
 
-        Asked of synchronous policies alone; entry r may depend on conf[r, k] only in deciding
-        positions >= k.
+        Asked of synchronous policies alone. Whether position k is verified may depend on
+        conf[r, 1 .. k] and on nothing later.
         """
 
 
@@ -56,6 +64,7 @@ class NoDraft:
 
     name: str = "none"
     synchronous: bool = False
+    max_length: int | None = None
 
     def budget(self, view: BudgetView) -> int:
         return 0
@@ -66,26 +75,24 @@ class NoDraft:
 
 @dataclass(frozen=True, slots=True)
 class Static:
-    """Every request verifies its first `gamma` drafts (None = the whole block)."""
+    """Every request verifies its first `max_length` drafts (None = the whole block)."""
 
-    gamma: int | None = None
+    max_length: int | None = None
     name: str = "static"
     synchronous: bool = False
 
     def __post_init__(self) -> None:
-        if self.gamma is not None and self.gamma < 1:
+        if self.max_length is not None and self.max_length < 1:
             raise PolicyError(
-                f"gamma must be >= 1, got {self.gamma}: use the policy none to decode without drafts"
+                f"max_length must be >= 1, got {self.max_length}: use the policy `none` to decode "
+                "without drafts"
             )
 
     def budget(self, view: BudgetView) -> int:
-        return int(self._bounded(view.room).sum())
+        return int(view.room.sum())
 
     def lengths(self, conf: np.ndarray, room: np.ndarray) -> np.ndarray:
-        return self._bounded(room)
-
-    def _bounded(self, room: np.ndarray) -> np.ndarray:
-        return room if self.gamma is None else np.minimum(room, self.gamma)
+        return room
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,7 @@ class Threshold:
     tau: float
     name: str = "threshold"
     synchronous: bool = True
+    max_length: int | None = None
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.tau <= 1.0:  # false for NaN too

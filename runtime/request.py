@@ -42,7 +42,7 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural-log probabilities at one output position, under the request's own law."""
+    """Natural-log probabilities at one output position, under the model's own law (logprobs.py)."""
 
     token_id: int
     logprob: float
@@ -72,6 +72,9 @@ class Request:
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     kv_len: int = 0  # tokens whose KV is valid, the host's copy
+    keep_context_logits: bool = False
+    context_logits: list[np.ndarray] = field(default_factory=list)  # [rows, V] of each chunk
+    generation_logits: list[np.ndarray] | None = None  # [tokens, V] of each commit; None: not kept
     # Ids that end the output when drawn: end ids (unless ignore_eos) and stop ids.
     end_ids: frozenset[int] = field(init=False)
     emitted_end_ids: frozenset[int] = field(init=False)  # those of them that are emitted

@@ -52,9 +52,9 @@ class StepState:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty",
                      "frequency_penalty", "penalty_prompt"):  # fmt: skip
             a[name][slot] = getattr(p, name)
-        a["draft_temperature"][slot] = p.draft_law_temperature
+        a["draft_temperature"][slot] = p.law_of_drafts
         a["top_k"][slot] = min(p.top_k, self.vocab_size)
-        if p.has_penalties:
+        if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0):
             a["prompt_counts"][slot] = penalty_counts(request.prompt_ids, self.vocab_size)
             a["output_counts"][slot] = penalty_counts(request.output_ids, self.vocab_size)
         a["bias_on"][slot] = bool(p.logit_bias)

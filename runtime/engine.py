@@ -1,0 +1,194 @@
+"""The step loop.
+
+    1. schedule   which chunks to prefill, which requests decode              batcher.py
+    2. budget     K, how many drafts this step verifies; 0 = do not draft     budget.py
+    3. draft      tokens, their logits and confidences                        draft graph
+    4. verify     K/V written, drafts judged, state committed                 verify graph
+    5. commit     the host appends tokens, ends requests, frees their pages   request.py
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark_trt.runtime.batcher import Batcher, ScheduledStep, context_ids
+from dspark_trt.runtime.budget import BudgetView, Policy
+from dspark_trt.runtime.confidence import probabilities
+from dspark_trt.runtime.executor_onnxruntime import (
+    Drafts,
+    OnnxRuntimeExecutor,
+    Verdict,
+    VerifyStep,
+)
+from dspark_trt.runtime.logprobs import LogitRows
+from dspark_trt.runtime.metrics import Metrics
+from dspark_trt.runtime.ragged import Chunk, pack_step
+from dspark_trt.runtime.request import Request
+from dspark_trt.runtime.sampling import Uniforms, draw_uniforms, row_edits
+
+
+class Engine:
+    """Moves requests from prompt to text, one step at a time; synchronous, one thread."""
+
+    def __init__(self, executor: OnnxRuntimeExecutor, batcher: Batcher, policy: Policy) -> None:
+        self.executor = executor
+        self.batcher = batcher
+        self.policy = policy
+        self.block_size = executor.block_size
+        self.metrics = Metrics(executor.block_size)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises `RequestError` where it can never run."""
+        self.batcher.add(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request between two steps; its slot and pages are free at once."""
+        request.finish("cancelled")
+        self.batcher.release(request)
+
+    def step(self) -> list[Request]:
+        """Run one step; gives the requests that gained tokens or ended."""
+        started = time.perf_counter()
+        plan = self.batcher.schedule()
+        if plan.empty:
+            return []
+        self._fill_slots(plan)
+        verdict, verify_seconds, drafted, draft_seconds = self._run(plan)
+        touched = self._commit(plan, verdict)
+        self._count(plan, verdict, time.perf_counter() - started, verify_seconds, drafted,
+                    draft_seconds)
+        return touched
+
+    def _fill_slots(self, plan: ScheduledStep) -> None:
+        state = self.executor.state
+        for request in plan.joined:
+            assert request.slot is not None
+            state.join(request.slot, request)
+        for request in [*plan.joined, *plan.grown]:
+            assert request.slot is not None
+            state.set_pages(request.slot, request.pages)
+
+    def _run(self, plan: ScheduledStep) -> tuple[Verdict, float, bool, float]:
+        """Draft and verify; the verdict, seconds in verify, whether drafted, seconds in draft."""
+        uniforms = self._uniforms(plan)
+        drafts, caps, budget, draft_seconds = self._draft(plan.decode, uniforms, len(plan.chunks))
+        chunks = [
+            Chunk(
+                slot=c.request.slot,  # type: ignore[arg-type]
+                token_ids=context_ids(c.request, c.start, c.end),
+                emits=c.emits,
+                all_logits=c.request.keep_context_logits and not c.request.output_ids,
+            )
+            for c in plan.chunks
+        ]
+        layout = pack_step(chunks, [r.slot for r in plan.decode], budget)  # type: ignore[misc]
+        step = VerifyStep(
+            layout=layout,
+            edits=row_edits(
+                [*(c.request for c in plan.chunks), *plan.decode],
+                None if drafts is None else self._with_chunks(drafts.tokens, len(chunks)),
+                0,
+            ),
+            u_extra=uniforms.extra,
+            drafts=drafts,
+            u_accept=uniforms.accept[len(chunks) :],
+            caps=caps,
+            budget=budget,
+        )
+        want_logits = any(
+            r.logprobs is not None or r.keep_context_logits or r.generation_logits is not None
+            for r in [*(c.request for c in plan.chunks), *plan.decode]
+        )
+        begun = time.perf_counter()
+        verdict = self.executor.verify(step, want_logits=want_logits)
+        return verdict, time.perf_counter() - begun, drafts is not None, draft_seconds
+
+    @staticmethod
+    def _with_chunks(tokens: np.ndarray, chunks: int) -> np.ndarray:
+        """Draft tokens [B, G] as [R, G]: chunks have none that count."""
+        return np.concatenate([np.zeros((chunks, tokens.shape[1]), tokens.dtype), tokens])
+
+    def _uniforms(self, plan: ScheduledStep) -> Uniforms:
+        requests = [*(c.request for c in plan.chunks), *plan.decode]
+        if all(r.params.temperature == 0 for r in requests):
+            count, g = len(requests), self.block_size
+            zeros = np.zeros((count, g), np.float32)
+            return Uniforms(zeros, zeros, np.zeros((count, 2), np.float32))
+        keys = np.array([r.key for r in requests], np.uint64)
+        drawn = draw_uniforms(keys, np.array([r.step for r in requests]), self.block_size)
+        return Uniforms(*(np.ascontiguousarray(u) for u in (drawn.draft, drawn.accept, drawn.extra)))
+
+    def _draft(
+        self, requests: Sequence[Request], uniforms: Uniforms, chunks: int
+    ) -> tuple[Drafts | None, np.ndarray | None, int, float]:
+        """Drafts, bounds of the lengths [B], K, and the seconds the draft graph took."""
+        if not requests or not self.block_size:
+            return None, None, 0, 0.0
+        room = np.array([self._room(r) for r in requests], np.int32)
+        budget = self.policy.budget(BudgetView(room))
+        if budget <= 0:
+            return None, None, 0, 0.0
+        begun = time.perf_counter()
+        slots = np.array([r.slot for r in requests], np.int32)
+        drafts = self.executor.draft(slots, uniforms.draft[chunks:])
+        seconds = time.perf_counter() - begun
+        caps = room
+        if self.policy.synchronous:
+            caps = self.policy.lengths(probabilities(drafts.conf_logits, self.executor.sts), room)
+            budget = int(caps.sum())
+        return drafts, caps, budget, seconds
+
+    def _room(self, request: Request) -> int:
+        """Drafts worth verifying: with the extra token no more than the request may still emit."""
+        longest = min(self.block_size, self.policy.max_length or self.block_size)
+        return max(min(longest, request.max_tokens - len(request.output_ids) - 1), 0)
+
+    def _commit(self, plan: ScheduledStep, verdict: Verdict) -> list[Request]:
+        touched: list[Request] = []
+        rows = LogitRows(plan, verdict)
+        for i, chunk in enumerate(plan.chunks):
+            request = chunk.request
+            request.kv_len = chunk.end
+            rows.keep_context(i, request)
+            if chunk.emits:
+                touched.append(request)
+        sequences = [c.request for c in plan.chunks] + plan.decode
+        for i, request in enumerate(sequences):
+            count = int(verdict.n_out[i])
+            if count == 0:
+                continue
+            tokens = verdict.out_tokens[i, :count].tolist()
+            if i >= len(plan.chunks):
+                request.kv_len += count
+                touched.append(request)
+            request.commit(tokens, rows.of(i, request, tokens))
+            if request.finished:
+                self.batcher.release(request)
+        return touched
+
+    def _count(
+        self,
+        plan: ScheduledStep,
+        verdict: Verdict,
+        seconds: float,
+        verify_seconds: float,
+        drafted: bool,
+        draft_seconds: float,
+    ) -> None:
+        m = self.metrics
+        m.steps += 1
+        if plan.chunks:
+            m.prefill_seconds += seconds
+            m.prefill_tokens += sum(c.end - c.start for c in plan.chunks)
+        else:
+            m.decode_steps += 1
+            m.decode_seconds += seconds
+            m.verify_seconds += verify_seconds
+            m.draft_seconds += draft_seconds
+            m.draft_steps += drafted
+        if plan.decode:
+            gained = verdict.n_out[len(plan.chunks) :]
+            m.count_verification(verdict.lengths, gained, drafted=drafted)
