@@ -26,6 +26,7 @@ from dspark_trt.runtime.engine_dir import (
     Limits,
     Manifest,
     check_output,
+    read_manifest,
     write_engine_dir,
 )
 
@@ -141,7 +142,7 @@ def build_engine(options: BuildOptions, progress: Progress | None = None) -> Man
         _write_tokenizer(staged.path, target)
         manifest = _manifest(options, target, drafter, limits, measured)
         staged.describe(manifest)
-    return manifest
+    return read_manifest(options.output)
 
 
 def write_graphs(
@@ -191,7 +192,7 @@ def _expected_bytes(
         matrices = sum(int(np.prod(source.shape(n))) for n in source.names())
         table = dims.vocab_size * dims.layer.hidden_size
         bits = BITS[quantize] or 32
-        return int(4 * table + matrices * (bits + (5 if bits < 32 else 0)) / 8)
+        return int(8 * table + matrices * (bits + (5 if bits < 32 else 0)) / 8)
 
     return count(target.dims, target.weights) + (
         count(drafter.dims, drafter.weights) if drafter else 0

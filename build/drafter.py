@@ -17,8 +17,15 @@ from dspark_trt.build.graph import ModelWriter
 from dspark_trt.build.layers import LayerWriter, rope_tables
 from dspark_trt.build.quantize import Quantizer
 from dspark_trt.build.source import WeightSource
-from dspark_trt.build.target import DRAFT_PREFIX, EMBED, LM_HEAD, Drafter, embedding, lm_head
-from dspark_trt.plugins.ragged_paged_attention import ragged_paged_attention
+from dspark_trt.build.target import (
+    DRAFT_PREFIX,
+    EMBED,
+    LM_HEAD,
+    Drafter,
+    attention,
+    embedding,
+    lm_head,
+)
 from dspark_trt.plugins.sequential_head import HeadShape, sequential_head
 
 FLOAT = TensorProto.FLOAT
@@ -80,27 +87,18 @@ class DraftGraph:
         count = g.Add(g.dim(anchors, 0), 1)
         cu_seqlens = g.Mul(g.range(count), np.int32(block))
         cos_sin = rope_tables(g, d.rope, d.head_dim, positions)
-        function = ragged_paged_attention(
-            num_heads=d.num_heads,
-            num_kv_heads=d.num_kv_heads,
-            head_dim=d.head_dim,
-            page_size=self.page_size,
-            window=0,
-            block=True,
-        )
+        row = g.range(g.dim(tokens, 0))
+        requests = g.Div(row, np.int32(block))
         x = g.Gather(self._embedding(), tokens)
         for i in range(dims.num_layers):
             h = layers.norm(x, f"layers.{i}.input_layernorm.weight")
             q, k, v = layers.qkv(h, i, cos_sin)
             shape = ["P", self.page_size, d.num_kv_heads, d.head_dim]
             pages = [g.input(f"draft_kv.{i}.{part}", shape, FLOAT) for part in "kv"]
-            out = g.call(
-                function,
-                [q, *pages, tables, cu_seqlens, start, k, v],
-                scale=d.head_dim**-0.5,
-                window=0,
-                block=1,
-            )[0]
+            out = attention(
+                g, d, [q, *pages, tables, cu_seqlens, start, requests, k, v],
+                page_size=self.page_size, block=True,
+            )  # fmt: skip
             x = layers.mlp(layers.attention_out(x, out, i), i)
         return layers.norm(x, "norm.weight")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from onnx import TensorProto
 
-from dspark_trt.build.config import DrafterDims, TargetDims
+from dspark_trt.build.config import DrafterDims, LayerDims, TargetDims
 from dspark_trt.build.graph import ModelWriter
 from dspark_trt.build.layers import LayerWriter, rope_tables
 from dspark_trt.build.quantize import Quantizer
@@ -21,7 +21,7 @@ from dspark_trt.build.source import WeightSource
 from dspark_trt.plugins.commit import commit
 from dspark_trt.plugins.pack_verify import pack_verify
 from dspark_trt.plugins.paged_kv_write import paged_kv_write
-from dspark_trt.plugins.ragged_paged_attention import ragged_paged_attention
+from dspark_trt.plugins.ragged_paged_attention import AttentionShape, ragged_paged_attention
 from dspark_trt.plugins.ragged_verify import SAMPLING, ragged_verify
 
 FLOAT = TensorProto.FLOAT
@@ -55,7 +55,7 @@ class TargetGraph:
 
     def write(self) -> None:
         g, packed = self.g, self._pack()
-        lengths, cu_seqlens, tokens, positions, pages, offsets, tables, kv_lens = packed
+        lengths, cu_seqlens, tokens, positions, pages, offsets, tables, kv_lens, requests = packed
         layers = LayerWriter(g, self.weights, self.dims.layer, "", self.quantizer)
         d = self.dims.layer
         cos_sin = rope_tables(g, d.rope, d.head_dim, positions)
@@ -65,21 +65,11 @@ class TargetGraph:
             h = layers.norm(x, f"layers.{i}.input_layernorm.weight")
             q, k, v = layers.qkv(h, i, cos_sin)
             cache = self._write_kv(f"kv.{i}", k, v, pages, offsets, d.num_kv_heads, d.head_dim)
-            function = ragged_paged_attention(
-                num_heads=d.num_heads,
-                num_kv_heads=d.num_kv_heads,
-                head_dim=d.head_dim,
-                page_size=self.page_size,
-                window=self.dims.sliding_windows[i],
-                block=False,
-            )
-            out = g.call(
-                function,
-                [q, *cache, tables, cu_seqlens, kv_lens],
-                scale=d.head_dim**-0.5,
-                window=self.dims.sliding_windows[i],
-                block=0,
-            )[0]
+            window = self.dims.sliding_windows[i]
+            out = attention(
+                g, d, [q, *cache, tables, cu_seqlens, kv_lens, requests],
+                page_size=self.page_size, window=window,
+            )  # fmt: skip
             x = layers.mlp(layers.attention_out(x, out, i), i)
             taps[i] = x
         if self.drafter is not None:
@@ -172,6 +162,28 @@ class TargetGraph:
         g.output(state[2], "output_counts.out", ["S", vocab])
 
 
+def attention(
+    g: ModelWriter,
+    dims: LayerDims,
+    inputs: list[str],
+    *,
+    page_size: int,
+    window: int = 0,
+    block: bool = False,
+) -> str:
+    """A RaggedPagedAttention node -> [N, H, D]."""
+    shape = AttentionShape(
+        num_heads=dims.num_heads,
+        num_kv_heads=dims.num_kv_heads,
+        head_dim=dims.head_dim,
+        page_size=page_size,
+        window=window,
+        block=block,
+    )
+    function = ragged_paged_attention(shape)
+    return g.call(function, inputs, scale=dims.head_dim**-0.5, window=window, block=int(block))[0]
+
+
 def embedding(g: ModelWriter, weights: WeightSource) -> str:
     """The target's embedding table [V, E], kept in float32: a step reads a few of its rows."""
     if EMBED not in g.weights:
@@ -182,13 +194,16 @@ def embedding(g: ModelWriter, weights: WeightSource) -> str:
 def lm_head(
     g: ModelWriter, dims: TargetDims, weights: WeightSource, quantizer: Quantizer, x: str
 ) -> str:
-    """Logits [N, V] of x [N, E]; a tied head in float32 is the embedding table itself."""
+    """Logits [N, V] of x [N, E].
+
+    A tied head is stored a second time: the embedding table is mapped and read a few rows at a
+    time, while a session keeps the head packed for its GEMM and drops the mapping.
+    """
     source = EMBED if dims.tie_word_embeddings else LM_HEAD
-    stored = source if not quantizer.bits_of(LM_HEAD) else LM_HEAD
     return quantizer.matmul(
         g,
         x,
-        stored,
+        LM_HEAD,
         shape=(dims.vocab_size, dims.layer.hidden_size),
         load=lambda: weights.tensor(source),
     )

@@ -21,7 +21,6 @@ import numpy as np
 import onnx
 
 from dspark_trt.plugins.graph import GraphWriter, make_function
-from dspark_trt.plugins.ragged_paged_attention import row_owner
 
 INPUTS = (
     "tokens_in",  # [N] int32: the chunks' tokens; what stands in later rows is not read
@@ -47,6 +46,7 @@ OUTPUTS = (
     "offsets",  # [N] int32
     "tables",  # [R, ...] int32: page_table of the step's slots
     "kv_lens",  # [R] int32: kv_len with this step's rows
+    "requests",  # [N] int32: the sequence of each row; padding rows are given to the last
 )
 
 _ZERO, _ONE = np.int32(0), np.int32(1)
@@ -94,6 +94,7 @@ def pack_verify(*, page_size: int, block_size: int) -> onnx.FunctionProto:
         offsets = g.Mod(positions, np.int32(page_size))
         return [
             lengths, cu_seqlens, tokens, positions, pages, offsets, tables, g.Add(starts, lens),
+            request,
         ]  # fmt: skip
 
     return make_function(
@@ -124,3 +125,16 @@ def allocate(g: GraphWriter, block_size: int) -> str:
     chosen = g.ScatterElements(g.Expand(_ZERO, g.Shape(pool)), index, taken)
     grid = g.Reshape(chosen, g.Concat([block_size], g.dim("caps", 0), axis=0))
     return g.ReduceSum(grid, [0], keepdims=0)
+
+
+def row_owner(g: GraphWriter, rows: str, cu_seqlens: str) -> tuple[str, str]:
+    """The request of each row and the row's index within it, both int32 like `rows` [N].
+
+    Rows past the last request are given to the last one.
+    """
+    ends = g.slice_axis(cu_seqlens, 1, np.iinfo(np.int64).max, 0)
+    passed = g.GreaterOrEqual(g.Unsqueeze(rows, [1]), g.Unsqueeze(ends, [0]))  # [N, R]
+    request = g.ReduceSum(g.int32(passed), [1], keepdims=0)
+    last = g.int32(g.Sub(g.dim(ends, 0), 1))
+    request = g.Min(request, last)
+    return request, g.Sub(rows, g.Gather(cu_seqlens, request))
