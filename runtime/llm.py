@@ -56,7 +56,9 @@ class Delta:
 
     text: str
     token_ids: list[int]
-    finish_reason: FinishReason | None  # set on the last one
+    # Both are set on the last one.
+    finish_reason: FinishReason | None
+    completion: Completion | None = None
 
 
 class LLM:
@@ -180,7 +182,8 @@ class LLM:
                 if text or end > sent or request.finished:
                     ids = request.output_ids[sent:end]
                     sent = max(sent, end)
-                    yield Delta(text, ids, request.finish_reason)
+                    whole = self._completion(request) if request.finished else None
+                    yield Delta(text, ids, request.finish_reason, whole)
                 if request.finished:
                     return
         finally:
