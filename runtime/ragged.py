@@ -59,7 +59,11 @@ def pack_step(chunks: Sequence[Chunk], decode_slots: Sequence[int], budget: int)
             asked.append(start + length - 1)
         chunk_rows.append(len(asked) - 1 if chunk.emits else -1)
         start += length
-    rows = np.concatenate([np.array(asked, np.int32), np.arange(first, len(tokens), dtype=np.int32)])
+    if not asked and not decode_slots:
+        asked.append(start - 1)  # nobody reads it: the graph has one row of logits at least
+    rows = np.concatenate(
+        [np.array(asked, np.int32), np.arange(first, len(tokens), dtype=np.int32)]
+    )
     slots = [chunk.slot for chunk in chunks] + list(decode_slots)
     return StepLayout(
         tokens_in=tokens,
