@@ -30,7 +30,7 @@ SAMPLING = (  # by slot [S]
     "frequency_penalty", "penalty_prompt", "bias_on",
 )  # fmt: skip
 INPUTS = (
-    "logits",  # [M, V] f32
+    "logits",  # [M, V] f32, M >= 1
     "slots",  # [R] int32
     "chunk_rows",  # [C] int32: row of each chunk's last token, -1 where the prompt goes on
     "lengths",  # [B] int32: l
