@@ -67,7 +67,8 @@ def _reader(path: Path) -> Callable[[Path, Path | None], TargetCheckpoint]:
         inside = sorted(p.name for p in path.glob("*.gguf"))
         hint = f"; give the file itself: {path / inside[0]}" if inside else ""
         raise CheckpointError(f"{path} has no config.json{hint}; expected {EXPECTED}")
-    if "architecture" in read_object(path / "config.json"):
+    config = read_object(path / "config.json")
+    if "architecture" in config and "architectures" not in config:
         return open_trtllm
     return open_huggingface
 

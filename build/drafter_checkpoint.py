@@ -116,9 +116,7 @@ def open_deepspec(folder: Path, target: TargetDims) -> DrafterCheckpoint:
     """Open a drafter's folder and hold it against its target; reads headers, no weights."""
     path = folder / "config.json"
     with naming(path):
-        config = _merged(path, read_object(path))
-        _refuse_others(config)
-        dims = _dims(config)
+        dims = drafter_dims(path, read_object(path))
         dims.check_against(target)
     files = open_shards(folder)
     where = _names(files)
@@ -196,8 +194,13 @@ def _refuse_others(config: Fields) -> None:
     )
 
 
-def _dims(config: Fields) -> DrafterDims:
-    """Dimensions of the drafter; depth is `block_size` alone, whatever else the config counts."""
+def drafter_dims(path: Path, values: dict[str, object]) -> DrafterDims:
+    """Dimensions from the config.json at `path`; which weights are its own, the files say.
+
+    Depth is `block_size` alone, whatever else the config counts.
+    """
+    config = _merged(path, values)
+    _refuse_others(config)
     layers = config.integer("num_hidden_layers", high=256)
     vocab = config.integer("vocab_size")
     require(

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 
 from dspark_trt.build.gguf_file import GgufFile
 from dspark_trt.build.source import CheckpointError, TokenizerFiles
+from dspark_trt.build.tokenizer_files import id_bound, tokenizer_faults
 
 CONTROL, USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 MAX_TOKEN = 1 << 12  # characters
@@ -57,14 +58,10 @@ def tokenizer_from_metadata(file: GgufFile) -> TokenizerFiles:
             "llama: give --tokenizer DIR"
         )
     tokens = _strings(file, "tokenizer.ggml.tokens")
-    try:
+    with tokenizer_faults(f"{file.path}: the tokenizer is inconsistent"):
         tokenizer = _byte_level(file, tokens) if kind == "gpt2" else _sentencepiece(file, tokens)
         _add_special(file, tokenizer, tokens)
         text = tokenizer.to_str()
-    except CheckpointError:
-        raise
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{file.path}: the tokenizer is inconsistent: {error}") from error
     special: dict[str, object] = {
         name: None if (i := _id(file, key)) is None else tokens[i]
         for name, key in SPECIAL_KEYS.items()
@@ -75,7 +72,7 @@ def tokenizer_from_metadata(file: GgufFile) -> TokenizerFiles:
         "eos_token_ids": list(eos_token_ids(file)),
         "add_bos": bool(add_bos) and special["bos_token"] is not None,
         "chat_template": template if isinstance(template, str) else None,
-        "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
+        "vocab_size": id_bound(tokenizer),
     }
     return TokenizerFiles(text, config)
 

@@ -82,7 +82,7 @@ class SafetensorsFile:
         if not isinstance(dtype, str) or dtype not in DTYPES:
             raise CheckpointError(
                 f"{self.path}: tensor {name} has dtype {dtype!r}, supported are "
-                f"{', '.join(DTYPES)}: convert the checkpoint to bfloat16, float16 or float32"
+                f"{', '.join(FLOAT_DTYPES)}: save the model again in one of them"
             )
         begin, end = span
         expected = math.prod(shape) * DTYPES[dtype].itemsize

@@ -46,7 +46,7 @@ class TokenizerFiles:
 
     `config` has exactly the keys bos_token, eos_token, pad_token, unk_token (str or None),
     eos_token_ids (list of int), add_bos (a plain prompt starts with bos_token), chat_template
-    (Jinja text or None) and vocab_size (ids the tokenizer knows, added tokens included).
+    (Jinja text or None) and vocab_size (every id of the tokenizer is below it).
     """
 
     tokenizer_json: str

@@ -5,6 +5,8 @@ Also `generation_config.json`, since it says which tokens end a text.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -17,12 +19,18 @@ MAX_TOKENIZER_BYTES = 1 << 28
 MAX_TEMPLATE_BYTES = 1 << 20
 
 
-def load_tokenizer(text: str, *, where: str) -> Tokenizer:
-    """The `tokenizers` object that the text of a tokenizer.json describes."""
+@contextmanager
+def tokenizer_faults(message: str) -> Iterator[None]:
+    """Turn whatever the `tokenizers` library raises on bad input into a `CheckpointError`.
+
+    It raises bare Exception, and where its Rust code panics a class below BaseException alone.
+    """
     try:
-        return Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{where} is not a tokenizer.json: {error}") from error
+        yield
+    except (CheckpointError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise CheckpointError(f"{message}: {error}") from error
 
 
 def read_tokenizer(folder: Path, eos_token_ids: tuple[int, ...]) -> TokenizerFiles:
@@ -31,7 +39,9 @@ def read_tokenizer(folder: Path, eos_token_ids: tuple[int, ...]) -> TokenizerFil
     if not path.is_file():
         raise CheckpointError(_absent(folder))
     text = read_text(path, max_bytes=MAX_TOKENIZER_BYTES)
-    tokenizer = load_tokenizer(text, where=str(path))
+    with tokenizer_faults(f"{path} is not a working tokenizer.json"):
+        tokenizer = Tokenizer.from_str(text)
+        prefix = tokenizer.encode("a", add_special_tokens=True).ids[:1]
     config = _optional_object(folder / "tokenizer_config.json")
     legacy = _optional_object(folder / "special_tokens_map.json")
     special = {name: _token(config, name) or _token(legacy, name) for name in SPECIAL}
@@ -40,6 +50,7 @@ def read_tokenizer(folder: Path, eos_token_ids: tuple[int, ...]) -> TokenizerFil
             if name in ("bos_token", "eos_token"):
                 raise CheckpointError(f"{folder}: {name} {token!r} is not in {path.name}")
             special[name] = None
+    bos = None if special["bos_token"] is None else tokenizer.token_to_id(special["bos_token"])
     eos = special["eos_token"]
     ends = set(eos_token_ids)
     if eos is not None:
@@ -49,11 +60,17 @@ def read_tokenizer(folder: Path, eos_token_ids: tuple[int, ...]) -> TokenizerFil
         {
             **special,
             "eos_token_ids": sorted(ends),
-            "add_bos": _adds_bos(tokenizer, config, special["bos_token"]),
+            # As in Transformers, tokenizer.json decides, whatever add_bos_token says beside it.
+            "add_bos": bos is not None and prefix == [bos],
             "chat_template": _chat_template(folder, config),
-            "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
+            "vocab_size": id_bound(tokenizer),
         },
     )
+
+
+def id_bound(tokenizer: Tokenizer) -> int:
+    """One more than the largest id, added tokens included; ids may have gaps."""
+    return int(max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)) + 1
 
 
 def _absent(folder: Path) -> str:
@@ -78,16 +95,6 @@ def _token(config: Fields, name: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise config.fail(name, "a string or an object with a string `content`")
     return value
-
-
-def _adds_bos(tokenizer: Tokenizer, config: Fields, bos: str | None) -> bool:
-    """Whether a plain text is encoded with bos_token first."""
-    if bos is None:
-        return False
-    if config.has("add_bos_token"):
-        return config.boolean("add_bos_token")
-    ids = tokenizer.encode("a", add_special_tokens=True).ids
-    return bool(ids) and ids[0] == tokenizer.token_to_id(bos)
 
 
 def _chat_template(folder: Path, config: Fields) -> str | None:
@@ -121,10 +128,16 @@ def eos_ids(generation: Fields, config: Fields) -> tuple[int, ...]:
 
 
 def check_vocabulary(tokenizer: TokenizerFiles, vocab_size: int, *, where: Path) -> None:
-    """Refuse a tokenizer whose ids go beyond the model's vocabulary; padding beyond it is fine."""
+    """Refuse ids beyond the model's vocabulary, which may be padded, and unknown end tokens."""
     known = tokenizer.config["vocab_size"]
     if not isinstance(known, int) or known > vocab_size:
         raise CheckpointError(
-            f"{where}: the tokenizer has {known} tokens, the model's vocab_size is {vocab_size}: "
-            "this tokenizer belongs to another model"
+            f"{where}: the tokenizer has ids up to {known} - 1, the model's vocab_size is "
+            f"{vocab_size}: this tokenizer belongs to another model"
         )
+    ends = tokenizer.config["eos_token_ids"]
+    for end in ends if isinstance(ends, list) else []:
+        if end >= known:
+            raise CheckpointError(
+                f"{where}: eos_token_id {end} is not an id of the tokenizer, which ends at {known}"
+            )

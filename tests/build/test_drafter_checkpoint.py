@@ -21,7 +21,8 @@ from dspark_trt.build.checkpoint import (
     share_with_target,
 )
 from dspark_trt.build.config import ConfigError, TargetDims
-from dspark_trt.build.drafter_checkpoint import write_compact
+from dspark_trt.build.drafter_checkpoint import drafter_dims, write_compact
+from dspark_trt.build.tensor_names import drafter_shapes
 
 HEADS = ("vanilla", "gated", "rnn", None)
 
@@ -78,6 +79,61 @@ def test_every_head_loads(
     for name, values in stored.items():
         read = drafter.weights.tensor(canonical(name))
         np.testing.assert_array_equal(read, values.float().numpy(), err_msg=name)
+
+
+PUBLISHED = {  # hidden, intermediate, heads, target layers, target_layer_ids
+    "4b": (2560, 9728, 32, 36, [1, 9, 17, 25, 33]),
+    "8b": (4096, 12288, 32, 36, [1, 9, 17, 25, 33]),
+    "14b": (5120, 17408, 40, 40, [1, 10, 19, 28, 37]),
+}
+
+
+@pytest.mark.parametrize("size", PUBLISHED)
+def test_config_of_the_shape_deepspec_saves(size: str) -> None:
+    """A Qwen3 config, deep-copied from the target's, with the method's fields set on it."""
+    hidden, intermediate, heads, layers, ids = PUBLISHED[size]
+    config: dict[str, object] = {
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "block_size": 7,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "confidence_head_with_markov": True,
+        "dtype": "bfloat16",
+        "enable_confidence_head": True,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "layer_types": ["full_attention"] * 5,
+        "markov_head_type": "vanilla",
+        "markov_rank": 256,
+        "mask_token_id": 151669,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 36,
+        "num_anchors": 512,
+        "num_attention_heads": heads,
+        "num_hidden_layers": 5,
+        "num_key_value_heads": 8,
+        "num_target_layers": layers,
+        "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+        "sliding_window": None,
+        "target_layer_ids": ids,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    }
+    dims = drafter_dims(Path("config.json"), config)
+    assert (dims.block_size, dims.num_layers, dims.markov_rank) == (7, 5, 256)
+    assert dims.target_layer_ids == tuple(ids)
+    shapes = drafter_shapes(dims)
+    assert shapes["fc.weight"] == (hidden, 5 * hidden)
+    assert shapes["layers.4.self_attn.q_proj.weight"] == (heads * 128, hidden)
+    assert shapes["markov_head.markov_w2.weight"] == (151936, 256)
+    assert shapes["confidence_head.proj.weight"] == (1, hidden + 256)
 
 
 def test_compact_file_keeps_every_weight_within_half_a_step(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from checkpoint_edits import state_of
 from factories import load_target, tiny_target
 from gguf.quants import dequantize
-from gguf_factory import byte_level_metadata, gguf_target
+from gguf_factory import byte_level_metadata, gguf_target, sentencepiece_metadata
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 
@@ -35,7 +37,7 @@ def written(
     tmp_path: Path, family: str, *, gguf: dict[str, Any] | None = None, **options: Any
 ) -> tuple[Path, dict[str, np.ndarray], dict[str, Any]]:
     """A tiny target as a GGUF file, its weights and its config.json."""
-    folder = tiny_target(tmp_path, family, vocab=VOCAB, **options)
+    folder = tiny_target(tmp_path, family, **({"vocab": VOCAB} | options))
     config = json.loads((folder / "config.json").read_text())
     config.setdefault("head_dim", config["hidden_size"] // config["num_attention_heads"])
     weights = state_of(load_target(folder))
@@ -210,10 +212,39 @@ def test_all_end_tokens_count(tmp_path: Path) -> None:
     assert ckpt.tokenizer.config["eos_token_ids"] == [2, 5, 7]
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_no_mutation_escapes_as_another_exception(tmp_path: Path, kind: str) -> None:
+    """Damage in metadata that parses: wrong types, ids, counts; always one of our errors."""
+    tokenizer = byte_level_metadata("qwen2", vocab=462)
+    if kind == "llama":
+        tokenizer = sentencepiece_metadata()
+    path, _, _ = written(tmp_path, "llama", gguf={"tokenizer": tokenizer}, vocab=462, layers=1)
+    data, rng = path.read_bytes(), random.Random(0)
+    metadata = data.find(b"blk.0")
+    mutant, refused = tmp_path / "mutant.gguf", 0
+    for i in range(400):
+        changed = bytearray(data)
+        for _ in range(1 + i % 3):
+            at = rng.randrange(metadata - 8)
+            if rng.random() < 0.5:
+                value = rng.choice([0, 1, 2, 255, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 64) - 1])
+                changed[at : at + 8] = struct.pack("<Q", value)
+            else:
+                changed[at] = rng.randrange(256)
+        mutant.unlink(missing_ok=True)
+        mutant.write_bytes(changed)
+        try:
+            open_target(mutant)
+        except (CheckpointError, ConfigError) as error:
+            assert "mutant.gguf" in str(error)
+            refused += 1
+    assert refused > 200
+
+
 def test_tokenizer_of_another_model_is_refused(tmp_path: Path) -> None:
     tokenizer = byte_level_metadata("qwen2", vocab=VOCAB + 9)
     path, _, _ = written(tmp_path, "llama", gguf={"tokenizer": tokenizer})
-    with pytest.raises(CheckpointError, match="429 tokens, the model's vocab_size is 420"):
+    with pytest.raises(CheckpointError, match="ids up to 429 - 1, the model's vocab_size is 420"):
         open_target(path)
 
 
