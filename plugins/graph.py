@@ -10,7 +10,7 @@ our operators and the graphs of the builder are both written with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
@@ -31,7 +31,7 @@ class GraphWriter:
     def __init__(self, parent: GraphWriter | None = None) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self.functions: dict[tuple[str, str], onnx.FunctionProto] = {}
-        self._numbers = parent._numbers if parent else count()
+        self._numbers: Iterator[int] = parent._numbers if parent else count()
         self._parent = parent
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
 
@@ -89,12 +89,8 @@ class GraphWriter:
         """The name of `value`: itself, or that of a constant made for it."""
         if isinstance(value, str):
             return value
-        if isinstance(value, bool):
-            array = np.asarray(value)
-        elif isinstance(value, np.ndarray | np.generic):
-            array = np.asarray(value)
-        else:
-            array = np.asarray(value)
+        array = np.asarray(value)
+        if not isinstance(value, bool | np.ndarray | np.generic):
             array = array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
         key = (array.dtype.str, array.shape, array.tobytes())
         scope: GraphWriter | None = self
@@ -122,7 +118,8 @@ class GraphWriter:
             # Each branch renames its results, so that an outer tensor can be one of them.
             results = [sub.Identity(name) for name in write(sub)]
             infos = [
-                helper.make_tensor_value_info(r, t, None) for r, t in zip(results, types, strict=True)
+                helper.make_tensor_value_info(r, t, None)
+                for r, t in zip(results, types, strict=True)
             ]
             branches.append(helper.make_graph(sub.nodes, self.name(stem), [], infos))
         return self.op(

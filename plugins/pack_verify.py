@@ -50,6 +50,7 @@ OUTPUTS = (
 )
 
 _ZERO, _ONE = np.int32(0), np.int32(1)
+_END = np.iinfo(np.int64).max
 
 
 @cache
@@ -57,33 +58,19 @@ def pack_verify(*, page_size: int, block_size: int) -> onnx.FunctionProto:
     """The operator; `block_size` 0 = an engine without a drafter (no DRAFT_INPUTS)."""
 
     def body(g: GraphWriter) -> list[str]:
-        chunks = g.dim("chunk_lens", 0)
-        decoding = g.slice_axis("slots", chunks, np.iinfo(np.int64).max, 0)  # [B]
-        anchors = g.Gather("last_token", decoding)
+        decoding = g.slice_axis("slots", g.dim("chunk_lens", 0), _END, 0)  # [B]
+        own = g.Unsqueeze(g.Gather("last_token", decoding), [1])
         if block_size:
             lengths = allocate(g, block_size)
-            own = g.Concat(g.Unsqueeze(anchors, [1]), "draft_tokens", axis=1)  # [B, G + 1]
+            own = g.Concat(own, "draft_tokens", axis=1)  # [B, G + 1]
         else:
             lengths = g.Mul(decoding, _ZERO)
-            own = g.Unsqueeze(anchors, [1])
         lens = g.Concat("chunk_lens", g.Add(lengths, _ONE), axis=0)  # [R]
-        cu_seqlens = g.Concat(
-            np.zeros(1, np.int32), g.CumSum(lens, np.int64(0)), axis=0
-        )
+        cu_seqlens = g.Concat(np.zeros(1, np.int32), g.CumSum(lens, np.int64(0)), axis=0)
         n = g.range(g.dim("tokens_in", 0))
         request, within = row_owner(g, n, cu_seqlens)
-        real = g.Less(n, g.slice_axis(cu_seqlens, -1, np.iinfo(np.int64).max, 0))
-
-        # One spare entry, so that a step of chunks alone has something to point at.
-        own = g.Concat(g.Reshape(own, [-1]), np.zeros(1, np.int32), axis=0)
-        decode = g.Sub(request, g.int32(chunks))
-        is_decode = g.And(g.GreaterOrEqual(decode, _ZERO), real)
-        cell = g.Add(g.Mul(decode, np.int32(block_size + 1)), within)
-        tokens = g.Where(
-            is_decode,
-            g.Gather(own, g.Where(is_decode, cell, _ZERO)),
-            g.Where(real, "tokens_in", _ZERO),
-        )
+        real = g.Less(n, g.slice_axis(cu_seqlens, -1, _END, 0))
+        tokens = row_tokens(g, own, request, within, real, block_size)
 
         starts = g.Gather("kv_len", "slots")
         tables = g.Gather("page_table", "slots")
@@ -92,9 +79,9 @@ def pack_verify(*, page_size: int, block_size: int) -> onnx.FunctionProto:
         where = g.Concat(g.Unsqueeze(request, [1]), g.Unsqueeze(column, [1]), axis=1)
         pages = g.Where(real, g.GatherND(tables, g.int64(where)), np.int32(-1))
         offsets = g.Mod(positions, np.int32(page_size))
+        kv_lens = g.Add(starts, lens)
         return [
-            lengths, cu_seqlens, tokens, positions, pages, offsets, tables, g.Add(starts, lens),
-            request,
+            lengths, cu_seqlens, tokens, positions, pages, offsets, tables, kv_lens, request,
         ]  # fmt: skip
 
     return make_function(
@@ -127,12 +114,30 @@ def allocate(g: GraphWriter, block_size: int) -> str:
     return g.ReduceSum(grid, [0], keepdims=0)
 
 
+def row_tokens(
+    g: GraphWriter,
+    own: str,  # [B, G + 1] int32: anchor and drafts of the decoding requests
+    request: str,  # [N] int32
+    within: str,  # [N] int32
+    real: str,  # [N] bool, false for padding rows
+    block_size: int,
+) -> str:
+    """The token of each row [N] int32, 0 for padding rows."""
+    # One spare entry, so that a step of chunks alone has something to point at.
+    own = g.Concat(g.Reshape(own, [-1]), np.zeros(1, np.int32), axis=0)
+    decode = g.Sub(request, g.int32(g.dim("chunk_lens", 0)))
+    is_decode = g.And(g.GreaterOrEqual(decode, _ZERO), real)
+    cell = g.Add(g.Mul(decode, np.int32(block_size + 1)), within)
+    drafted = g.Gather(own, g.Where(is_decode, cell, _ZERO))
+    return g.Where(is_decode, drafted, g.Where(real, "tokens_in", _ZERO))
+
+
 def row_owner(g: GraphWriter, rows: str, cu_seqlens: str) -> tuple[str, str]:
     """The request of each row and the row's index within it, both int32 like `rows` [N].
 
     Rows past the last request are given to the last one.
     """
-    ends = g.slice_axis(cu_seqlens, 1, np.iinfo(np.int64).max, 0)
+    ends = g.slice_axis(cu_seqlens, 1, _END, 0)
     passed = g.GreaterOrEqual(g.Unsqueeze(rows, [1]), g.Unsqueeze(ends, [0]))  # [N, R]
     request = g.ReduceSum(g.int32(passed), [1], keepdims=0)
     last = g.int32(g.Sub(g.dim(ends, 0), 1))

@@ -185,7 +185,8 @@ def penalised(g: GraphWriter, rows: _Rows, logits: str) -> str:
     """The three penalties, each row counting its own draft prefix as output."""
     output = g.Gather("output_counts", rows.slot)  # [M, V]
     if rows.block_size:
-        prefix = g.Gather(g.Concat("draft_tokens", np.zeros((1, rows.block_size), np.int32), axis=0), rows.decode)  # [M, G]
+        spare = np.zeros((1, rows.block_size), np.int32)  # for a step of chunks alone
+        prefix = g.Gather(g.Concat("draft_tokens", spare, axis=0), rows.decode)  # [M, G]
         k = np.arange(rows.block_size, dtype=np.int32)[None]
         own = g.int32(g.Less(k, g.Unsqueeze(rows.k, [1])))
         output = g.ScatterElements(output, prefix, own, axis=1, reduction="add")
@@ -249,9 +250,7 @@ def drafted_law(g: GraphWriter, rows: _Rows) -> str:
     """q [B * G, V] f64 of every draft."""
     slots = g.slice_axis("slots", rows.chunks, _END, 0)
     temperature = g.Gather("draft_temperature", slots)
-    temperature = g.Reshape(
-        g.Expand(g.Unsqueeze(temperature, [1]), [1, rows.block_size]), [-1]
-    )
+    temperature = g.Reshape(g.Expand(g.Unsqueeze(temperature, [1]), [1, rows.block_size]), [-1])
     flat = g.Reshape("draft_logits", g.Concat([-1], g.dim("draft_logits", 2), axis=0))
     law = tempered_law(g, flat, temperature)
     point = one_hot(g, g.Reshape("draft_tokens", [-1]), "logits")
@@ -317,9 +316,7 @@ def packed_output(
         return [g.Unsqueeze(last, [1]), n_out]
     j = np.arange(block_size + 1, dtype=np.int32)[None]
     count = g.Unsqueeze(accepted, [1])
-    missing = g.Expand(
-        np.int32(-1), g.Concat(rows.chunks, [block_size], axis=0)
-    )
+    missing = g.Expand(np.int32(-1), g.Concat(rows.chunks, [block_size], axis=0))
     drafts = g.Concat(missing, "draft_tokens", axis=0)  # [R, G]
     spare = g.Expand(np.int32(-1), g.Concat(g.dim("slots", 0), [1], axis=0))
     drafts = g.Concat(drafts, spare, axis=1)

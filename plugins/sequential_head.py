@@ -12,7 +12,7 @@ with x_0 the anchor, W1 [V, r] and W2 [V, r]:
 and the confidence logit  c_k = w . [h_k ; W1[x_{k-1}]] + b,  or of h_k alone. Without a confidence
 head c_k = +inf: every draft counts as certain.
 
-A draw is the inverse CDF over ascending token ids at u[b, k]; ties of an argmax go to the lowest id.
+A draw is the inverse CDF over ascending ids at u[b, k]; ties of an argmax go to the lowest id.
 """
 
 from __future__ import annotations
@@ -63,68 +63,71 @@ class HeadShape:
             names += ["conf_weight", "conf_bias"]  # [1, E (+ r)], [1]
         return tuple(names)
 
+    @property
+    def overload(self) -> str:
+        kind = self.kind if self.rank else "none"
+        confidence = "none"
+        if self.confidence:
+            confidence = "markov" if self.confidence_with_markov else "plain"
+        return f"{kind}r{self.rank}g{self.block_size}{confidence}"
+
 
 @cache
 def sequential_head(shape: HeadShape) -> onnx.FunctionProto:
     """The operator for one head: G steps, unrolled."""
 
-    def linear(g: GraphWriter, parts: list[str], weight: str, bias: str) -> str:
-        x = g.Concat(*parts, axis=1) if len(parts) > 1 else parts[0]
-        return g.Gemm(x, weight, bias, transB=1)
-
-    def step(g: GraphWriter, k: int, previous: str, state: str) -> tuple[str, str, str, str]:
-        """One position: token [B], logits [B, V], confidence logit [B], RNN state [B, r]."""
-        index = np.int64(k)
-        logits = g.Gather("base_logits", index, axis=1)
-        h = g.Gather("hidden", index, axis=1)
-        embedding = g.Gather("w1", previous) if shape.rank else ""
-        if shape.rank:
-            if shape.kind == "gated":
-                gate = g.Sigmoid(linear(g, [h, embedding], "gate_weight", "gate_bias"))
-                feature = g.Mul(gate, embedding)
-            elif shape.kind == "rnn":
-                joint = linear(g, [state, embedding, h], "joint_weight", "joint_bias")
-                gate, candidate, output = g.op("Split", [joint], outputs=3, axis=1, num_outputs=3)
-                keep = g.Sigmoid(gate)
-                fresh = g.Mul(g.Sub(np.float32(1), keep), g.Tanh(candidate))
-                state = g.Add(g.Mul(keep, state), fresh)
-                feature = g.Tanh(output)
-            else:
-                feature = embedding
-            logits = g.Gemm(feature, "w2", logits, transB=1)
-        token = draft_token(g, logits, g.Gather("u", index, axis=1))
-        if shape.confidence:
-            parts = [h, embedding] if shape.confidence_with_markov else [h]
-            conf = g.Squeeze(linear(g, parts, "conf_weight", "conf_bias"), [1])
-        else:
-            conf = g.Expand(np.float32(np.inf), g.Shape("anchors"))
-        return token, logits, conf, state
-
     def body(g: GraphWriter) -> list[str]:
         previous, state = "anchors", ""
-        if shape.rank and shape.kind == "rnn":
-            state = g.Expand(
-                np.float32(0), g.Concat(g.dim("anchors", 0), [shape.rank], axis=0)
-            )
+        if shape.kind == "rnn" and shape.rank:
+            state = g.Expand(np.float32(0), g.Concat(g.dim("anchors", 0), [shape.rank], axis=0))
         columns: list[list[str]] = [[], [], []]
         for k in range(shape.block_size):
-            previous, logits, conf, state = step(g, k, previous, state)
+            index = np.int64(k)
+            logits = g.Gather("base_logits", index, axis=1)  # [B, V]
+            h = g.Gather("hidden", index, axis=1)  # [B, E]
+            embedding = g.Gather("w1", previous) if shape.rank else ""  # [B, r]
+            if shape.rank:
+                feature, state = head_feature(g, shape, h, embedding, state)
+                logits = g.Gemm(feature, "w2", logits, transB=1)
+            conf = confidence_logit(g, shape, h, embedding)
+            previous = draft_token(g, logits, g.Gather("u", index, axis=1))
             for column, value in zip(columns, (previous, logits, conf), strict=True):
                 column.append(g.Unsqueeze(value, [1]))
         return [g.Concat(*column, axis=1) for column in columns]
 
-    kind = shape.kind if shape.rank else "none"
-    confidence = "plain" if shape.confidence else "none"
-    if shape.confidence and shape.confidence_with_markov:
-        confidence = "markov"
     return make_function(
         "SequentialHead",
         shape.inputs,
         OUTPUTS,
         body,
-        overload=f"{kind}r{shape.rank}g{shape.block_size}{confidence}",
+        overload=shape.overload,
         attributes=("kind", "block_size"),
     )
+
+
+def head_feature(
+    g: GraphWriter, shape: HeadShape, h: str, embedding: str, state: str
+) -> tuple[str, str]:
+    """What W2 multiplies [B, r], and the RNN's next state [B, r] ("" for the other kinds)."""
+    if shape.kind == "gated":
+        gate = g.Gemm(g.Concat(h, embedding, axis=1), "gate_weight", "gate_bias", transB=1)
+        return g.Mul(g.Sigmoid(gate), embedding), state
+    if shape.kind == "rnn":
+        x = g.Concat(state, embedding, h, axis=1)
+        joint = g.Gemm(x, "joint_weight", "joint_bias", transB=1)
+        gate, candidate, output = g.op("Split", [joint], outputs=3, axis=1, num_outputs=3)
+        keep = g.Sigmoid(gate)
+        fresh = g.Mul(g.Sub(np.float32(1), keep), g.Tanh(candidate))
+        return g.Tanh(output), g.Add(g.Mul(keep, state), fresh)
+    return embedding, state
+
+
+def confidence_logit(g: GraphWriter, shape: HeadShape, h: str, embedding: str) -> str:
+    """c_k [B] f32 before the sigmoid."""
+    if not shape.confidence:
+        return g.Expand(np.float32(np.inf), g.Shape("anchors"))
+    x = g.Concat(h, embedding, axis=1) if shape.confidence_with_markov else h
+    return g.Squeeze(g.Gemm(x, "conf_weight", "conf_bias", transB=1), [1])
 
 
 def draft_token(g: GraphWriter, logits: str, u: str) -> str:
@@ -148,8 +151,10 @@ def tempered_law(g: GraphWriter, logits: str, temperature: str) -> str:
     cold = g.LessOrEqual(temperature, np.float32(0))
     divisor = g.Unsqueeze(g.Where(cold, np.float32(1), temperature), [1])
     shifted = g.Sub(logits, g.ReduceMax(logits, [1], keepdims=1))
-    return g.Softmax(g.Div(g.Cast(shifted, to=TensorProto.DOUBLE),
-                           g.Cast(divisor, to=TensorProto.DOUBLE)), axis=1)
+    return g.Softmax(
+        g.Div(g.Cast(shifted, to=TensorProto.DOUBLE), g.Cast(divisor, to=TensorProto.DOUBLE)),
+        axis=1,
+    )
 
 
 def inverse_cdf(g: GraphWriter, weights: str, u: str) -> str:

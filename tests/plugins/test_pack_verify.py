@@ -26,7 +26,8 @@ def allocation(
     for r, row in enumerate(conf):
         survival = 0.0  # its logarithm
         for k, logit in enumerate(row, start=1):
-            survival -= np.logaddexp(0.0, -(np.float64(logit) / sts[k - 1]))
+            with np.errstate(invalid="ignore"):
+                survival -= np.logaddexp(0.0, -(np.float64(logit) / sts[k - 1]))
             if k <= caps[r] and survival > -INF:  # false for NaN too
                 pool.append((-survival, k, r))
     lengths = [0] * len(conf)
