@@ -69,6 +69,7 @@ def token_logprobs(logits: np.ndarray, token: int, top: int) -> TokenLogprobs:
     peak = wide.max()
     law = wide - (peak + np.log(np.exp(wide - peak).sum()))
     best: tuple[tuple[int, float], ...] = ()
+    top = min(top, len(law))
     if top:
         edge = np.partition(law, -top)[-top]
         ids = np.flatnonzero(law >= edge)

@@ -57,11 +57,11 @@ class StepState:
         if (p.repetition_penalty, p.presence_penalty, p.frequency_penalty) != (1.0, 0.0, 0.0):
             a["prompt_counts"][slot] = penalty_counts(request.prompt_ids, self.vocab_size)
             a["output_counts"][slot] = penalty_counts(request.output_ids, self.vocab_size)
-        a["bias_on"][slot] = bool(p.logit_bias)
-        if p.logit_bias:
+        if a["bias_on"][slot]:  # the last request's; a batch mate's bias adds every slot's row
             a["bias"][slot] = 0
-            for token, value in p.logit_bias.items():
-                a["bias"][slot, token] = value
+        a["bias_on"][slot] = bool(p.logit_bias)
+        for token, value in (p.logit_bias or {}).items():
+            a["bias"][slot, token] = value
 
     def set_pages(self, slot: int, pages: Sequence[int]) -> None:
         self.arrays["page_table"][slot, : len(pages)] = pages
