@@ -55,9 +55,8 @@ def open_target(path: Path, tokenizer: Path | None = None) -> TargetCheckpoint:
 def _reader(path: Path) -> Callable[[Path, Path | None], TargetCheckpoint]:
     """The function that opens what lies at `path`."""
     if path.is_file():
-        with path.open("rb") as file:
-            if file.read(4) == b"GGUF":
-                return open_gguf
+        if _magic(path) == b"GGUF":
+            return open_gguf
         if path.suffix == ".gguf":
             raise CheckpointError(f"{path} does not start with GGUF: the file is damaged")
         raise CheckpointError(f"{path} is not a GGUF file; expected {EXPECTED}")
@@ -71,6 +70,14 @@ def _reader(path: Path) -> Callable[[Path, Path | None], TargetCheckpoint]:
     if "architecture" in config and "architectures" not in config:
         return open_trtllm
     return open_huggingface
+
+
+def _magic(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(4)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def open_drafter(path: Path, target: TargetDims) -> DrafterCheckpoint:

@@ -182,6 +182,10 @@ def _dims(file: GgufFile, family: Family, architecture: str) -> TargetDims:
     if architecture == "llama" and isinstance(window, int) and window > 0:
         family = FAMILIES["MistralForCausalLM"]
         values["sliding_window"] = window
+    require(
+        metadata.get("split.count", 1) in (0, 1),
+        f"the model is split over {metadata.get('split.count')} GGUF files: merge them into one",
+    )
     for key in (f"{architecture}.expert_count", f"{architecture}.attention.scale"):
         require(not metadata.get(key), f"metadata {key} {metadata.get(key)!r} is not supported")
     dims = target_dims(Fields(str(file.path), values), family)

@@ -13,8 +13,9 @@ from pathlib import Path
 from dspark_trt.build.config import ConfigError, require
 from dspark_trt.build.source import CheckpointError
 
-MAX_BYTES = 1 << 28
+MAX_BYTES = 1 << 24  # of a config; files that may be larger say so
 MAX_DEPTH = 64
+MAX_SHOWN = 80  # characters of a value in an error
 # No model is near these; a larger number is a damaged or hostile file.
 MAX_COUNT = 1 << 24
 
@@ -71,6 +72,12 @@ def read_object(path: Path, *, max_bytes: int = MAX_BYTES) -> dict[str, object]:
     return parse_object(read_text(path, max_bytes=max_bytes), where=str(path))
 
 
+def shortened(value: object) -> str:
+    """`repr` of a value for an error message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 class Fields:
     """Typed access to the fields of a JSON object; null counts as absent.
 
@@ -94,7 +101,9 @@ class Fields:
         """The error for a field whose value is not what was `expected`."""
         if not self.has(name):
             return ConfigError(f"{self.where}: {name} is missing, expected {expected}")
-        return ConfigError(f"{self.where}: {name} must be {expected}, got {self.values[name]!r}")
+        return ConfigError(
+            f"{self.where}: {name} must be {expected}, got {shortened(self.values[name])}"
+        )
 
     def integer(
         self, name: str, default: int | None = None, *, low: int = 1, high: int = MAX_COUNT
@@ -158,5 +167,6 @@ class Fields:
         named = " or ".join(repr(v) for v in allowed)
         require(
             value is None or any(type(value) is type(v) and value == v for v in allowed),
-            f"{self.where}: {name} must be {named} (others are not supported), got {value!r}",
+            f"{self.where}: {name} must be {named} (others are not supported), got "
+            f"{shortened(value)}",
         )

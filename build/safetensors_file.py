@@ -13,7 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from dspark_trt.build.json_file import MAX_DEPTH, parse_object
+from dspark_trt.build.json_file import MAX_DEPTH, parse_object, read_object
 from dspark_trt.build.source import CheckpointError, WeightSource, check_finite
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
@@ -211,11 +211,7 @@ def open_shards(folder: Path) -> list[SafetensorsFile]:
 
 def _open_indexed(folder: Path, index: Path) -> list[SafetensorsFile]:
     """The shards of model.safetensors.index.json, each holding exactly what the index says."""
-    try:
-        text = index.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{index} cannot be read: {error}") from error
-    weight_map = parse_object(text, where=str(index)).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map is missing or empty")
     shards: dict[str, SafetensorsFile] = {}

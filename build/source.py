@@ -19,10 +19,19 @@ import numpy as np
 from dspark_trt.build.config import ConfigError, DrafterDims, TargetDims
 
 HASH_CHUNK = 1 << 22  # bytes
+MAX_MESSAGE = 2000  # characters
 
 
 class CheckpointError(ValueError):
-    """A file of a checkpoint is missing, damaged, unsafe, or not what its config calls for."""
+    """A file of a checkpoint is missing, damaged, unsafe, or not what its config calls for.
+
+    Messages quote names out of strangers' files, so what does not print is escaped, and the rest
+    of an endless message is cut.
+    """
+
+    def __init__(self, message: str) -> None:
+        text = message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
+        super().__init__("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
 
 
 class WeightSource(Protocol):

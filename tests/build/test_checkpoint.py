@@ -92,6 +92,12 @@ def test_check_finite_names_the_first_bad_value(tmp_path: Path) -> None:
         check_finite(tmp_path, "w", values)
 
 
+def test_messages_cannot_reach_the_terminal() -> None:
+    assert str(CheckpointError("tensor a\x1b[2J\n is unknown")) == "tensor a\\x1b[2J\\n is unknown"
+    assert str(CheckpointError("Żółć 東京")) == "Żółć 東京"
+    assert len(str(CheckpointError("x" * 10_000_000))) < 2100
+
+
 def test_hash_depends_on_names_sizes_and_contents(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     a.write_bytes(b"12")

@@ -177,6 +177,7 @@ def test_linear_scaling_and_sliding_window(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type 'yarn' is not supported"),
         ({"llama.rope.dimension_count": 8}, r"rope\.dimension_count \(8\) must be equal"),
         ({"llama.expert_count": 8}, "expert_count 8 is not supported"),
+        ({"split.count": 3}, "split over 3 GGUF files: merge them"),
         ({"llama.block_count": 0}, "num_hidden_layers must be an integer in"),
         ({"llama.block_count": 3}, "tensors are missing: layers.2"),
         ({"llama.block_count": 1}, "tensors are unknown: layers.1"),

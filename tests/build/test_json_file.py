@@ -92,6 +92,12 @@ def test_defaults_stand_in_for_null() -> None:
     assert fields.section("x").values == {}
 
 
+def test_long_values_are_cut() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Fields("f.json", {"x": ["a"] * 10_000}).integer("x")
+    assert len(str(caught.value)) < 200
+
+
 def test_expect_tells_true_from_one() -> None:
     Fields("f", {"x": 1.0}).expect("x", 1.0, 1)
     Fields("f", {}).expect("x", True)
