@@ -17,10 +17,12 @@ from dspark_trt.build.checkpoint import open_drafter, open_target
 from dspark_trt.build.config import DrafterDims, TargetDims, require
 from dspark_trt.build.drafter import DraftGraph
 from dspark_trt.build.graph import ModelWriter
+from dspark_trt.build.perplexity import DEFAULT_TEXT, text_ids
 from dspark_trt.build.quantize import BITS, Quantizer
 from dspark_trt.build.source import DrafterCheckpoint, TargetCheckpoint, WeightSource
 from dspark_trt.build.target import Drafter, TargetGraph
 from dspark_trt.build.weights import WeightsFile
+from dspark_trt.build.widen import TARGET_GRAPH, write_quantized
 from dspark_trt.runtime.engine_dir import (
     CheckpointInfo,
     Limits,
@@ -30,7 +32,8 @@ from dspark_trt.runtime.engine_dir import (
     write_engine_dir,
 )
 
-WEIGHTS, TARGET_GRAPH, DRAFT_GRAPH = "weights.bin", "target.onnx", "draft.onnx"
+WEIGHTS, DRAFT_GRAPH = "weights.bin", "draft.onnx"
+MAX_TEXT_TOKENS = 4096  # of the text that quantisation is measured on
 BACKENDS = ("onnxruntime",)
 DTYPES = ("float32",)
 DEFAULT_SEQ_LEN = 4096  # where the checkpoint allows more and nobody asked
@@ -49,6 +52,7 @@ class BuildOptions:
     backend: str = "onnxruntime"
     dtype: str = "float32"
     quantize: str = "none"
+    perplexity_text: Path | None = None  # what quantisation is measured on; None = a text of ours
     max_batch_size: int = 8
     max_input_len: int | None = None
     max_seq_len: int | None = None
@@ -123,8 +127,14 @@ class CountingSource:
         return array
 
 
-def build_engine(options: BuildOptions, progress: Progress | None = None) -> Manifest:
+def build_engine(
+    options: BuildOptions,
+    progress: Progress | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Manifest:
     """Build the engine directory `options.output`; it is complete or not there at all.
+
+    `progress` hears of every tensor read, `say` of every measurement, as a line of text.
 
     Everything that can be refused is refused before the first weight is read: `CheckpointError`,
     `ConfigError` and `EngineDirError` name the field or file, the value and the bound.
@@ -133,16 +143,36 @@ def build_engine(options: BuildOptions, progress: Progress | None = None) -> Man
     target = open_target(options.model, options.tokenizer)
     drafter = open_drafter(options.drafter, target.dims) if options.drafter else None
     limits = options.limits(target.dims)
-    quantizer = Quantizer(BITS[options.quantize])
     with write_engine_dir(
         options.output, expected_bytes=_expected_bytes(target, drafter, options.quantize)
     ) as staged:
-        measured: dict[str, float] = {}
-        write_graphs(staged.path, target, drafter, options, quantizer, progress)
+        measured = _write_graphs_as(options, staged.path, target, drafter, progress, say)
         _write_tokenizer(staged.path, target)
         manifest = _manifest(options, target, drafter, limits, measured)
         staged.describe(manifest)
     return read_manifest(options.output)
+
+
+def _write_graphs_as(
+    options: BuildOptions,
+    folder: Path,
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint | None,
+    progress: Progress | None,
+    say: Callable[[str], None],
+) -> dict[str, float]:
+    """Graphs and weights at the width asked for; what was measured on the way."""
+
+    def write(to: Path, quantizer: Quantizer) -> None:
+        write_graphs(to, target, drafter, options, quantizer, progress)
+
+    if options.quantize == "none":
+        write(folder, Quantizer())
+        return {}
+    text = (options.perplexity_text or DEFAULT_TEXT).read_text(encoding="utf-8")
+    ids = text_ids(target.tokenizer.tokenizer_json, text)[:MAX_TEXT_TOKENS]
+    require(len(ids) > 1, f"--perplexity-text {options.perplexity_text} has no text to measure on")
+    return write_quantized(folder, options.quantize, ids, write, say)
 
 
 def write_graphs(
@@ -192,7 +222,8 @@ def _expected_bytes(
         matrices = sum(int(np.prod(source.shape(n))) for n in source.names())
         table = dims.vocab_size * dims.layer.hidden_size
         bits = BITS[quantize] or 32
-        return int(8 * table + matrices * (bits + (5 if bits < 32 else 0)) / 8)
+        # A quantised engine stands beside its float32 form for a while.
+        return int(8 * table + 4 * matrices + (matrices * 9 / 8 if bits < 32 else 0))
 
     return count(target.dims, target.weights) + (
         count(drafter.dims, drafter.weights) if drafter else 0
