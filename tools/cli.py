@@ -21,22 +21,28 @@ DISTRIBUTION = "dspark-trt"
 SUBCOMMANDS = {
     "build": "checkpoint (and drafter) -> engine directory",
     "info": "what an engine directory holds",
+    "generate": "prompts -> text, as a stream or a batch",
+    "bench": "speed with and without the drafter, and beside other runtimes",
 }
 # Printed as one line. Named and not imported, so that no subcommand loads another's libraries.
 PLAIN_ERRORS = frozenset(
     {
         "dspark_trt.build.config:ConfigError",
         "dspark_trt.build.source:CheckpointError",
+        "dspark_trt.runtime.budget:PolicyError",
         "dspark_trt.runtime.engine_dir:EngineDirError",
         "dspark_trt.runtime.sampling_params:RequestError",
         "dspark_trt.runtime.tokenizer:TokenizerError",
         "dspark_trt.tools.extras:MissingExtraError",
+        "dspark_trt.tools.output_files:OutputError",
+        "dspark_trt.tools.peers:PeerError",
         "dspark_trt.tools.prompts:PromptsError",
     }
 )
 EXAMPLES = """examples:
   dspark build --model SmolLM2-135M-Instruct.Q4_1.gguf --output engines/smollm2
   dspark info engines/smollm2
+  dspark generate engines/smollm2 --chat --prompt "Why is the sky blue?"
 
 `dspark COMMAND --help` explains a command.
 """

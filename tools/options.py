@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import textwrap
 from collections.abc import Callable
 
@@ -22,17 +21,6 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
         return value
 
     return parse
-
-
-def number(text: str) -> float:
-    """A finite number; its bounds are the request's own business."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"must be a finite number, got {text!r}")
-    return value
 
 
 def parser(command: str, *, description: str, examples: str) -> argparse.ArgumentParser:
