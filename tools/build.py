@@ -56,6 +56,12 @@ def arguments() -> argparse.ArgumentParser:
         choices=["none", "int8", "int4"],
         help="weight-only quantisation, default: %(default)s",
     )
+    add(
+        "--perplexity-text",
+        type=Path,
+        metavar="FILE",
+        help="text that quantisation is measured on, default: one that comes with dspark",
+    )
     for flag, default, text in (
         ("--max-batch-size", 8, "requests that run at once"),
         ("--max-input-len", None, "tokens of a prompt"),
@@ -86,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     started = time.monotonic()
     bar = ProgressBar()
     try:
-        build_engine(BuildOptions(**asked), bar.show)
+        build_engine(BuildOptions(**asked), bar.show, bar.say)
     finally:
         bar.close()
     manifest = read_manifest(asked["output"])
@@ -120,10 +126,18 @@ class ProgressBar:
 
         if self._bar is None:
             self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="weights", leave=False)
+        if done < self._bar.n:  # quantisation reads the weights again
+            self._bar.reset()
         self._bar.update(done - self._bar.n)
         self._bar.set_postfix_str(tensor[-32:], refresh=False)
+
+    def say(self, line: str) -> None:
+        """A line of its own, on stderr."""
+        self.close()
+        print(line, file=sys.stderr)
 
     def close(self) -> None:
         """Take the bar off the screen."""
         if self._bar is not None:
             self._bar.close()
+            self._bar = None
