@@ -205,9 +205,7 @@ def write_graphs(
         models = {TARGET_GRAPH: writer}
         if built_in is not None:
             writer = ModelWriter(weights)
-            DraftGraph(
-                writer, built_in, target.dims, source, quantizer, options.page_size
-            ).write()
+            DraftGraph(writer, built_in, target.dims, source, quantizer, options.page_size).write()
             models[DRAFT_GRAPH] = writer
     for name, writer in models.items():
         writer.save(directory / name, name.removesuffix(".onnx"))

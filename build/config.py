@@ -1,8 +1,8 @@
 """The dimensions of a target and of a drafter, checked at birth.
 
 Every checkpoint format is read into these two structs; the graphs are written from them alone.
-Symbols are those of the method: `E` hidden, `L` layers, `H`/`KVH` heads, `D` head_dim, `V` vocabulary,
-`G` block positions, `r` Markov rank.
+Symbols are those of the method: `E` hidden, `L` layers, `H`/`KVH` heads, `D` head_dim, `V`
+vocabulary, `G` block positions, `r` Markov rank.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Rope:
             )
             require(
                 original > 0,
-                "rope_scaling.original_max_position_embeddings must be > 0, " f"got {original}",
+                f"rope_scaling.original_max_position_embeddings must be > 0, got {original}",
             )
 
 
@@ -137,9 +137,7 @@ class DrafterDims:
     own_lm_head: bool = False
 
     def __post_init__(self) -> None:
-        require(
-            1 <= self.block_size <= 64, f"block_size must be in [1, 64], got {self.block_size}"
-        )
+        require(1 <= self.block_size <= 64, f"block_size must be in [1, 64], got {self.block_size}")
         require(
             0 <= self.markov_rank <= 512, f"markov_rank must be in [0, 512], got {self.markov_rank}"
         )

@@ -93,7 +93,7 @@ class DraftGraph:
         for i in range(dims.num_layers):
             h = layers.norm(x, f"layers.{i}.input_layernorm.weight")
             q, k, v = layers.qkv(h, i, cos_sin)
-            shape = ["P", self.page_size, d.num_kv_heads, d.head_dim]
+            shape: list[int | str] = ["P", self.page_size, d.num_kv_heads, d.head_dim]
             pages = [g.input(f"draft_kv.{i}.{part}", shape, FLOAT) for part in "kv"]
             out = attention(
                 g, d, [q, *pages, tables, cu_seqlens, start, requests, k, v],

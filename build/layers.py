@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto
 
-from dspark_trt.build.source import WeightSource
 from dspark_trt.build.config import LayerDims, Rope
 from dspark_trt.build.graph import ModelWriter
 from dspark_trt.build.quantize import Quantizer
+from dspark_trt.build.source import WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,7 @@ class LayerWriter:
         """KV injection: k and v [N, KVH, D] of context features x [N, E] (no input norm)."""
         d = self.dims
         attention = f"layers.{layer}.self_attn."
-        packed = self.linear(
-            x, f"{attention}k_proj", f"{attention}v_proj", bias=d.qkv_bias
-        )
+        packed = self.linear(x, f"{attention}k_proj", f"{attention}v_proj", bias=d.qkv_bias)
         packed = self.g.Reshape(packed, [-1, 2 * d.num_kv_heads, d.head_dim])
         k, v = self.g.op("Split", [packed], outputs=2, axis=1, num_outputs=2)
         if d.qk_norm:

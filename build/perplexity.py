@@ -1,6 +1,6 @@
 """What quantisation costs: perplexity of a target graph on a text.
 
-    exp(-mean log p(token | all before it)),  windows of WINDOW tokens, each from an empty cache
+exp(-mean log p(token | all before it)),  windows of WINDOW tokens, each from an empty cache
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class TargetGraph:
     ) -> list[str]:
         """Pages of one layer after this step's rows; input and output are one buffer."""
         g = self.g
-        dims = ["P", self.page_size, heads, head_dim]
+        dims: list[int | str] = ["P", self.page_size, heads, head_dim]
         inputs = [g.input(f"{name}.{part}", dims, FLOAT) for part in "kv"]
         results = g.call(paged_kv_write(), [*inputs, k, v, pages, offsets])
         for i, part in enumerate("kv"):

@@ -1,4 +1,4 @@
-"""How wide each matrix must be: quantise, measure perplexity, widen the worst until it is good enough.
+"""How wide each matrix must be: quantise, measure perplexity, widen the worst until it is enough.
 
 The matrices whose rounding error is largest relative to their size go to 8 bits first: 1, 2, 4, ...
 of them, until the perplexity of the quantised graph is within MAX_LOSS of float32's.

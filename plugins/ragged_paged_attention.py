@@ -74,7 +74,8 @@ def ragged_paged_attention(shape: AttentionShape) -> onnx.FunctionProto:
         keys = layout.pool_rows()
         k = g.Gather(g.Reshape("k_pages", [-1, shape.head_dim]), keys)  # [R, KVH, L, D]
         v = g.Gather(g.Reshape("v_pages", [-1, shape.head_dim]), keys)
-        scores = masked_scores(g, shape, q, g.Transpose(k, perm=[0, 1, 3, 2]), layout.context_mask())
+        k = g.Transpose(k, perm=[0, 1, 3, 2])
+        scores = masked_scores(g, shape, q, k, layout.context_mask())
         if shape.block:
             out = with_block(g, shape, layout, q, scores, v)
         else:

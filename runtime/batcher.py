@@ -144,7 +144,7 @@ class Batcher:
                 step.decode.append(request)
 
     def _granted(self, request: Request, step: ScheduledStep) -> bool:
-        """Make room for the next steps of `request`, at the expense of younger ones, then itself."""
+        """Make room for the next steps of `request`, at the cost of younger ones, then itself."""
         tokens = min(request.kv_len + self.lookahead, self._most(request))
         while not self.pool.can_grow(request.pages, tokens):
             youngest = self.running[-1]

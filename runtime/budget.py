@@ -107,8 +107,8 @@ class Threshold:
     def __post_init__(self) -> None:
         if not 0.0 <= self.tau <= 1.0:  # false for NaN too
             raise PolicyError(
-                f"threshold must be in [0, 1], got {self.tau}: 0 verifies every draft, 1 only those "
-                "that are certain"
+                f"threshold must be in [0, 1], got {self.tau}: 0 verifies every draft, 1 only "
+                "those that are certain"
             )
 
     def budget(self, view: BudgetView) -> int:

@@ -1,10 +1,10 @@
 """The step loop.
 
-    1. schedule   which chunks to prefill, which requests decode              batcher.py
-    2. budget     K, how many drafts this step verifies; 0 = do not draft     budget.py
-    3. draft      tokens, their logits and confidences                        draft graph
-    4. verify     K/V written, drafts judged, state committed                 verify graph
-    5. commit     the host appends tokens, ends requests, frees their pages   request.py
+1. schedule   which chunks to prefill, which requests decode              batcher.py
+2. budget     K, how many drafts this step verifies; 0 = do not draft     budget.py
+3. draft      tokens, their logits and confidences                        draft graph
+4. verify     K/V written, drafts judged, state committed                 verify graph
+5. commit     the host appends tokens, ends requests, frees their pages   request.py
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class Engine:
         self._fill_slots(plan)
         verdict, verify_seconds, drafted, draft_seconds = self._run(plan)
         touched = self._commit(plan, verdict)
-        self._count(plan, verdict, time.perf_counter() - started, verify_seconds, drafted,
-                    draft_seconds)
+        self._count(
+            plan, verdict, time.perf_counter() - started, verify_seconds, drafted, draft_seconds
+        )
         return touched
 
     def _fill_slots(self, plan: ScheduledStep) -> None:
@@ -119,7 +120,8 @@ class Engine:
             return Uniforms(zeros, zeros, np.zeros((count, 2), np.float32))
         keys = np.array([r.key for r in requests], np.uint64)
         drawn = draw_uniforms(keys, np.array([r.step for r in requests]), self.block_size)
-        return Uniforms(*(np.ascontiguousarray(u) for u in (drawn.draft, drawn.accept, drawn.extra)))
+        parts = (drawn.draft, drawn.accept, drawn.extra)
+        return Uniforms(*(np.ascontiguousarray(part) for part in parts))
 
     def _draft(
         self, requests: Sequence[Request], uniforms: Uniforms, chunks: int
@@ -128,7 +130,7 @@ class Engine:
         if not requests or not self.block_size:
             return None, None, 0, 0.0
         room = np.array([self._room(r) for r in requests], np.int32)
-        budget = self.policy.budget(BudgetView(room))
+        budget = min(self.policy.budget(BudgetView(room)), int(room.sum()))
         if budget <= 0:
             return None, None, 0, 0.0
         begun = time.perf_counter()
@@ -137,7 +139,8 @@ class Engine:
         seconds = time.perf_counter() - begun
         caps = room
         if self.policy.synchronous:
-            caps = self.policy.lengths(probabilities(drafts.conf_logits, self.executor.sts), room)
+            conf = probabilities(drafts.conf_logits, self.executor.sts)
+            caps = np.clip(self.policy.lengths(conf, room), 0, room).astype(np.int32)
             budget = int(caps.sum())
         return drafts, caps, budget, seconds
 

@@ -155,7 +155,10 @@ class OnnxRuntimeExecutor:
 
     def _draft_feeds(self, step: VerifyStep) -> dict[str, np.ndarray]:
         batch, g = len(step.layout.slots) - step.layout.num_chunks, self.block_size
-        feeds = {"sts": self.sts, "budget": np.array([step.budget], np.int64)}
+        feeds: dict[str, np.ndarray] = {
+            "sts": self.sts,
+            "budget": np.array([step.budget], np.int64),
+        }
         if step.drafts is None:
             zeros = np.zeros((batch, g), np.float32)
             return feeds | {

@@ -1,19 +1,19 @@
 """The Python API.
 
-    from dspark_trt.runtime.llm import LLM, SamplingParams
+from dspark_trt.runtime.llm import LLM, SamplingParams
 
-    llm = LLM("engines/smollm2-135m")
-    for done in llm.generate(["Hello"], SamplingParams(max_tokens=32)):
-        print(done.text, done.accepted_lengths)
+llm = LLM("engines/smollm2-135m")
+for done in llm.generate(["Hello"], SamplingParams(max_tokens=32)):
+    print(done.text, done.accepted_lengths)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -95,7 +95,8 @@ class LLM:
             raise refuse("kv_pages", kv_pages, ">= 1", "give None for the engine's full batch")
         block = int(drafter["block_size"]) if drafter else 0  # type: ignore[call-overload]
         self.vocab_size = int(self.manifest.target["vocab_size"])  # type: ignore[call-overload]
-        self.eos_token_ids = tuple(self.manifest.target["eos_token_ids"])  # type: ignore[arg-type]
+        ends: Any = self.manifest.target["eos_token_ids"]
+        self.eos_token_ids: tuple[int, ...] = tuple(ends)
         self.executor = OnnxRuntimeExecutor(
             checked.path,
             slots=limits.max_batch_size,
@@ -145,15 +146,15 @@ class LLM:
         self,
         messages: Messages | Sequence[Messages],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **template_arguments: object,
+        **template_arguments: Any,
     ) -> list[Completion]:
         """Answer one conversation or several, through the model's chat template."""
         many = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Sequence[Messages] = messages if many else [messages]  # type: ignore
+        conversations: Any = messages if many else [messages]
         prompts = [self.chat_prompt(m, **template_arguments) for m in conversations]
         return self.generate(prompts, params)
 
-    def chat_prompt(self, messages: Messages, **template_arguments: object) -> list[int]:
+    def chat_prompt(self, messages: Messages, **template_arguments: Any) -> list[int]:
         """Token ids of a conversation, ready for the answer."""
         text = self.tokenizer.apply_chat_template(messages, **template_arguments)
         return self.tokenizer.encode(text, add_special_tokens=False)
@@ -191,12 +192,14 @@ class LLM:
                 self.engine.cancel(request)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-            if not ids:
-                raise refuse("prompt", prompt, "text of at least one token", "give some text")
-            return ids
-        return list(prompt)
+        if not isinstance(prompt, str):
+            if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+                raise refuse("prompt", prompt, "text or a list of token ids", "encode it first")
+            return list(prompt)
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            raise refuse("prompt", prompt, "text of at least one token", "give some text")
+        return ids
 
     def _requests(
         self,
@@ -207,12 +210,15 @@ class LLM:
     ) -> list[Request]:
         if params is None:
             params = SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(each) != len(prompts):
             raise RequestError(
                 f"params are given for {len(each)} prompts, there are {len(prompts)}: give one "
                 "for all, or one per prompt"
             )
+        for p in each:
+            if not isinstance(p, SamplingParams):
+                raise refuse("params", p, "SamplingParams", "make them with SamplingParams(...)")
         limits = self.manifest.limits
         requests = [
             new_request(
@@ -289,6 +295,8 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt (a text or a flat list of ids) or several, as a list."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise refuse("prompts", prompts, "a text, a list of texts or of token ids", "decode it")
     listed = list(prompts)
     if listed and all(isinstance(p, (int, np.integer)) for p in listed):
         return [listed]  # type: ignore[list-item]
