@@ -8,13 +8,13 @@ What the drafter proposes after every such history must be the reference's.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from draft_recorder import Block, Recorder, knowing
 from factories import load_target, tiny_drafter, tiny_target
 from parity import assert_close_logits, assert_same_greedy, first_difference, top2_gap
 from reference.drafter import ReferenceDrafter
@@ -23,8 +23,8 @@ from tiny_engine import tiny_engine
 
 from dspark_trt.build.drafter_checkpoint import write_compact
 from dspark_trt.runtime.budget import NoDraft, Static
-from dspark_trt.runtime.executor_onnxruntime import Drafts
 from dspark_trt.runtime.llm import LLM, SamplingParams
+from dspark_trt.runtime.request import Request
 
 BOUND = 1e-4
 CONTEXTS = (1, 20, 100)  # prompt lengths = context lengths of each request's first block
@@ -38,18 +38,6 @@ class Case:
     target: dict[str, Any] = field(default_factory=dict)
     family: str = "llama"
     page_size: int = 8
-
-
-@dataclass(frozen=True)
-class Block:
-    """A recorded draft of one request."""
-
-    history: list[int]  # prompt and output, the anchor last
-    uniforms: np.ndarray  # [G]
-    temperature: float
-    tokens: np.ndarray  # [G]
-    logits: np.ndarray  # [G, V]
-    conf_logits: np.ndarray  # [G]
 
 
 HEADS = {
@@ -84,34 +72,6 @@ CASES = HEADS | {
 }
 
 
-class Recorder:
-    """Stands in for `executor.draft`: notes what was drafted, hands on what `steer` makes of it."""
-
-    def __init__(self, llm: LLM, steer: Callable[[Any, np.ndarray], np.ndarray]) -> None:
-        self.blocks: list[Block] = []
-        self._batcher, self._draft, self._steer = llm.engine.batcher, llm.executor.draft, steer
-        llm.executor.draft = self  # type: ignore[method-assign,assignment]
-
-    def __call__(self, slots: np.ndarray, u_draft: np.ndarray) -> Drafts:
-        drafts = self._draft(slots, u_draft)
-        logits, tokens = drafts.logits.numpy().copy(), drafts.tokens.copy()
-        by_slot = {r.slot: r for r in self._batcher.running}
-        for i, slot in enumerate(slots.tolist()):
-            request = by_slot[slot]
-            self.blocks.append(
-                Block(
-                    history=request.prompt_ids + request.output_ids,
-                    uniforms=u_draft[i].copy(),
-                    temperature=request.params.law_of_drafts,
-                    tokens=drafts.tokens[i].copy(),
-                    logits=logits[i],
-                    conf_logits=drafts.conf_logits[i].copy(),
-                )
-            )
-            tokens[i] = self._steer(request, tokens[i])
-        return replace(drafts, tokens=tokens)
-
-
 def random_ids(count: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(2, 256, count).tolist()
 
@@ -136,12 +96,10 @@ def steered_blocks(llm: LLM) -> list[Block]:
     llm.engine.policy = Static()
     accepted = (0, block, block // 2, 1)  # of the steps in turn, each request starting elsewhere
 
-    def steer(request: Any, tokens: np.ndarray) -> np.ndarray:
-        known = plain[tuple(request.prompt_ids)][len(request.output_ids) :]
-        kept = known[: accepted[(request.step + len(request.prompt_ids) // 20) % len(accepted)]]
-        return np.array([*kept, *tokens[len(kept) :]], tokens.dtype)
+    def length(request: Request) -> int:
+        return accepted[(request.step + len(request.prompt_ids) // 20) % len(accepted)]
 
-    recorder = Recorder(llm, steer)
+    recorder = Recorder(llm, knowing(plain, length))
     done = llm.generate(prompts, params)
     assert [d.token_ids for d in done] == [plain[tuple(p)] for p in prompts]
     lengths = {n for d in done for n in d.accepted_lengths_uncut}
@@ -209,7 +167,7 @@ def test_compact_int8_drafter(tmp_path: Path) -> None:
 def test_sampled_drafts_follow_their_uniforms(tmp_path: Path, head: str | None) -> None:
     llm, target, drafter = build(tmp_path, Case({"head": head}))
     reference = ReferenceDrafter(drafter, load_target(target))
-    recorder = Recorder(llm, lambda request, tokens: tokens)
+    recorder = Recorder(llm)
     prompts = [random_ids(count, seed) for seed, count in enumerate((3, 30, 17))]
     params = [
         SamplingParams(max_tokens=8, temperature=1.5, seed=5, ignore_eos=True),
@@ -226,7 +184,7 @@ def test_context_is_injected_on_steps_that_draft_nothing(tmp_path: Path) -> None
     """Plain steps in between leave no hole in the drafter's context."""
     llm, target, drafter = build(tmp_path, Case({"head": "rnn"}))
     reference = ReferenceDrafter(drafter, load_target(target))
-    recorder = Recorder(llm, lambda request, tokens: tokens)
+    recorder = Recorder(llm)
     request_ids = random_ids(9, 3)
     generator = llm.stream(request_ids, SamplingParams(max_tokens=30, ignore_eos=True))
     for i, _ in enumerate(generator):

@@ -1,8 +1,9 @@
-"""Tokenizers of both kinds: the real byte-level one of SmolLM2, and a small SentencePiece."""
+"""Tokenizers of several kinds, the real one of SmolLM2 among them; an engine that drafts well."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from dspark_trt.build.gguf_file import GgufFile
 from dspark_trt.build.gguf_tokenizer import tokenizer_from_metadata
+from dspark_trt.runtime.budget import Static
+from dspark_trt.runtime.llm import LLM
 from dspark_trt.runtime.tokenizer import Tokenizer
 
 PLAIN_CONFIG: dict[str, object] = {
@@ -100,3 +103,29 @@ def letters(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     config: dict[str, object] = {"eos_token": "<end>", "eos_token_ids": [7], "vocab_size": 8}
     folder = tmp_path_factory.mktemp("letters")
     return Tokenizer.load(write_tokenizer(folder, raw.to_str(), config))
+
+
+@pytest.fixture(scope="session")
+def pair_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An engine with drafts that are accepted often: V = 128, G = 4, 4 slots, 128 tokens."""
+    from markov_pair import markov_pair  # torch is imported where an engine is needed, only
+    from tiny_engine import tiny_engine
+
+    folder = tmp_path_factory.mktemp("pair")
+    target, drafter = markov_pair(folder, 128, noise=0.1)
+    return tiny_engine(folder / "engine", target, drafter)
+
+
+@pytest.fixture(scope="module")
+def shared_llm(pair_engine: Path) -> LLM:
+    return LLM(pair_engine, threads=1)
+
+
+@pytest.fixture
+def llm(shared_llm: LLM) -> Iterator[LLM]:
+    """The pair's engine, found and left idle with all its pages free."""
+    shared_llm.engine.metrics.reset()
+    yield shared_llm
+    assert shared_llm.engine.batcher.idle
+    assert shared_llm.pool.num_free == shared_llm.pool.capacity
+    shared_llm.engine.policy = Static()
