@@ -56,11 +56,9 @@ class Engine:
         if plan.empty:
             return []
         self._fill_slots(plan)
-        verdict, verify_seconds, drafted, draft_seconds = self._run(plan)
+        drafts, verdict = self._run(plan)
         touched = self._commit(plan, verdict)
-        self._count(
-            plan, verdict, time.perf_counter() - started, verify_seconds, drafted, draft_seconds
-        )
+        self._count(plan, drafts, verdict, time.perf_counter() - started)
         return touched
 
     def _fill_slots(self, plan: ScheduledStep) -> None:
@@ -72,10 +70,10 @@ class Engine:
             assert request.slot is not None
             state.set_pages(request.slot, request.pages)
 
-    def _run(self, plan: ScheduledStep) -> tuple[Verdict, float, bool, float]:
-        """Draft and verify; the verdict, seconds in verify, whether drafted, seconds in draft."""
+    def _run(self, plan: ScheduledStep) -> tuple[Drafts | None, Verdict]:
+        """Draft and verify."""
         uniforms = self._uniforms(plan)
-        drafts, caps, budget, draft_seconds = self._draft(plan.decode, uniforms, len(plan.chunks))
+        drafts, caps, budget = self._draft(plan.decode, uniforms, len(plan.chunks))
         chunks = [
             Chunk(
                 slot=c.request.slot,  # type: ignore[arg-type]
@@ -103,9 +101,7 @@ class Engine:
             r.logprobs is not None or r.keep_context_logits or r.generation_logits is not None
             for r in [*(c.request for c in plan.chunks), *plan.decode]
         )
-        begun = time.perf_counter()
-        verdict = self.executor.verify(step, want_logits=want_logits)
-        return verdict, time.perf_counter() - begun, drafts is not None, draft_seconds
+        return drafts, self.executor.verify(step, want_logits=want_logits)
 
     @staticmethod
     def _with_chunks(tokens: np.ndarray, chunks: int) -> np.ndarray:
@@ -125,24 +121,22 @@ class Engine:
 
     def _draft(
         self, requests: Sequence[Request], uniforms: Uniforms, chunks: int
-    ) -> tuple[Drafts | None, np.ndarray | None, int, float]:
-        """Drafts, bounds of the lengths [B], K, and the seconds the draft graph took."""
+    ) -> tuple[Drafts | None, np.ndarray | None, int]:
+        """Drafts, bounds of the lengths [B], and K."""
         if not requests or not self.block_size:
-            return None, None, 0, 0.0
+            return None, None, 0
         room = np.array([self._room(r) for r in requests], np.int32)
         budget = min(self.policy.budget(BudgetView(room)), int(room.sum()))
         if budget <= 0:
-            return None, None, 0, 0.0
-        begun = time.perf_counter()
+            return None, None, 0
         slots = np.array([r.slot for r in requests], np.int32)
         drafts = self.executor.draft(slots, uniforms.draft[chunks:])
-        seconds = time.perf_counter() - begun
         caps = room
         if self.policy.synchronous:
             conf = probabilities(drafts.conf_logits, self.executor.sts)
             caps = np.clip(self.policy.lengths(conf, room), 0, room).astype(np.int32)
             budget = int(caps.sum())
-        return drafts, caps, budget, seconds
+        return drafts, caps, budget
 
     def _room(self, request: Request) -> int:
         """Drafts worth verifying: with the extra token no more than the request may still emit."""
@@ -175,11 +169,9 @@ class Engine:
     def _count(
         self,
         plan: ScheduledStep,
+        drafts: Drafts | None,
         verdict: Verdict,
         seconds: float,
-        verify_seconds: float,
-        drafted: bool,
-        draft_seconds: float,
     ) -> None:
         m = self.metrics
         m.steps += 1
@@ -189,9 +181,10 @@ class Engine:
         else:
             m.decode_steps += 1
             m.decode_seconds += seconds
-            m.verify_seconds += verify_seconds
-            m.draft_seconds += draft_seconds
-            m.draft_steps += drafted
+            m.verify_seconds += verdict.seconds
+            if drafts is not None:
+                m.draft_seconds += drafts.seconds
+                m.draft_steps += 1
         if plan.decode:
             gained = verdict.n_out[len(plan.chunks) :]
-            m.count_verification(verdict.lengths, gained, drafted=drafted)
+            m.count_verification(verdict.lengths, gained, drafted=drafts is not None)

@@ -6,6 +6,7 @@ graph, so that a step updates them where they lie. Everything else is bound per 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class Drafts:
     conf_logits: np.ndarray
     # [B, G, V] f32, left where it was made: verification reads q from it
     logits: ort.OrtValue
+    seconds: float  # in the graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,7 @@ class Verdict:
     lengths: np.ndarray
     # [M, V] f32 raw logits of the asked rows, or None where nobody asked
     logits: np.ndarray | None
+    seconds: float  # in the graph
 
 
 class OnnxRuntimeExecutor:
@@ -91,10 +94,7 @@ class OnnxRuntimeExecutor:
             for name, array in {**self._pages, **self.state.arrays}.items()
         }
         self._verify_binding = self._bound(self._verify)
-        in_place = [*self._pages, *StepState.IN_PLACE]
-        for name in in_place:
-            self._verify_binding.bind_ortvalue_output(f"{name}.out", self._values[name])
-        self._in_place_outputs = len(in_place)
+        self._logits_bound: bool | None = None  # None: no output is bound yet
         self._draft_binding = self._bound(self._draft) if self._draft is not None else None
 
     @property
@@ -117,9 +117,9 @@ class OnnxRuntimeExecutor:
         binding.bind_cpu_input("u_draft", u_draft)
         for name in ("draft_tokens", "conf_logits", "draft_logits"):
             binding.bind_output(name)
-        self._draft.run_with_iobinding(binding)
+        seconds = _run(self._draft, binding)
         tokens, conf, logits = binding.get_outputs()
-        return Drafts(tokens.numpy(), conf.numpy(), logits)
+        return Drafts(tokens.numpy(), conf.numpy(), logits, seconds)
 
     def verify(self, step: VerifyStep, *, want_logits: bool = False) -> Verdict:
         """Run the verify graph: K/V written, verdict drawn, state committed."""
@@ -142,16 +142,32 @@ class OnnxRuntimeExecutor:
             binding.bind_cpu_input(name, array)
         if self.block_size and step.drafts is not None:
             binding.bind_ortvalue_input("draft_logits", step.drafts.logits)
-        names = ["out_tokens", "n_out", "lengths"] + (["logits"] if want_logits else [])
-        binding.clear_binding_outputs()
-        for name in [*self._pages, *StepState.IN_PLACE]:
-            binding.bind_ortvalue_output(f"{name}.out", self._values[name])
-        for name in names:
-            binding.bind_output(name)
-        self._verify.run_with_iobinding(binding)
-        results = binding.get_outputs()[self._in_place_outputs :]
-        out_tokens, n_out, lengths = (r.numpy() for r in results[:3])
-        return Verdict(out_tokens, n_out, lengths, results[3].numpy() if want_logits else None)
+        results = self._bind_results(layout, want_logits)
+        seconds = _run(self._verify, binding)
+        return Verdict(*results, seconds)
+
+    def _bind_results(
+        self, layout: StepLayout, want_logits: bool
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
+        """Fresh arrays for what a step gives back; the state's and the pages' stay bound."""
+        if want_logits != self._logits_bound:  # an output can only be unbound with all others
+            self._verify_binding.clear_binding_outputs()
+            for name in [*self._pages, *StepState.IN_PLACE]:
+                self._verify_binding.bind_ortvalue_output(f"{name}.out", self._values[name])
+            self._logits_bound = want_logits
+        sequences = len(layout.slots)
+        out_tokens = np.empty((sequences, self.block_size + 1), np.int32)
+        n_out = np.empty(sequences, np.int32)
+        lengths = np.empty(sequences - layout.num_chunks, np.int32)
+        arrays = {"out_tokens": out_tokens, "n_out": n_out, "lengths": lengths}
+        logits = None
+        if want_logits:
+            logits = np.empty((len(layout.logit_rows), self.vocab_size), np.float32)
+            arrays["logits"] = logits
+        for name, array in arrays.items():
+            value = ort.OrtValue.ortvalue_from_numpy(array)
+            self._verify_binding.bind_ortvalue_output(name, value)
+        return out_tokens, n_out, lengths, logits
 
     def _draft_feeds(self, step: VerifyStep) -> dict[str, np.ndarray]:
         batch, g = len(step.layout.slots) - step.layout.num_chunks, self.block_size
@@ -175,6 +191,13 @@ class OnnxRuntimeExecutor:
             "u_accept": step.u_accept,
             "caps": step.caps,
         }
+
+
+def _run(session: ort.InferenceSession, binding: ort.IOBinding) -> float:
+    """Run a graph on what is bound; seconds it took."""
+    begun = time.perf_counter()
+    session.run_with_iobinding(binding)
+    return time.perf_counter() - begun
 
 
 def _session(path: Path, threads: int) -> ort.InferenceSession:

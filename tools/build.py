@@ -62,6 +62,14 @@ def arguments() -> argparse.ArgumentParser:
         metavar="FILE",
         help="text that quantisation is measured on, default: one that comes with dspark",
     )
+    add_limits(made)
+    add("--gather-context-logits", action="store_true", help="keep the logits of prompts")
+    add("--gather-generation-logits", action="store_true", help="keep the logits of outputs")
+    return made
+
+
+def add_limits(made: argparse.ArgumentParser) -> None:
+    """The options that bound what the engine takes, all in tokens or requests."""
     for flag, default, text in (
         ("--max-batch-size", 8, "requests that run at once"),
         ("--max-input-len", None, "tokens of a prompt"),
@@ -70,16 +78,13 @@ def arguments() -> argparse.ArgumentParser:
         ("--page-size", 32, "tokens of a KV page"),
     ):
         shown = default if default is not None else "by the checkpoint"
-        add(
+        made.add_argument(
             flag,
             type=integer(1),
             default=default,
             metavar="N",
             help=f"{text}, default: {shown}",
         )
-    add("--gather-context-logits", action="store_true", help="keep the logits of prompts")
-    add("--gather-generation-logits", action="store_true", help="keep the logits of outputs")
-    return made
 
 
 def main(argv: Sequence[str]) -> int:

@@ -65,7 +65,7 @@ def rows_of(count: int) -> np.ndarray:
 
 def verdict(logits: np.ndarray | None, lengths: list[int]) -> Verdict:
     none = np.zeros((0, 0), np.int32)
-    return Verdict(none, none, np.array(lengths, np.int32), logits)
+    return Verdict(none, none, np.array(lengths, np.int32), logits, 0.0)
 
 
 def test_rows_are_found_behind_chunks_and_drafts() -> None:
