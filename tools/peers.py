@@ -8,9 +8,6 @@ own quantisation with its default float16 cache, from the `xllamacpp` wheel as i
 from __future__ import annotations
 
 import contextlib
-import io
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from typing import Any, ClassVar, Protocol
 
 from dspark_trt.tools.bench_runs import WARM_UP_TOKENS, Answer, Sample, decoded
 from dspark_trt.tools.extras import load_extra
+from dspark_trt.tools.quiet import quiet_stderr
 
 
 class PeerError(ValueError):
@@ -236,24 +234,3 @@ def loading(name: str, model: Path) -> Iterator[None]:
             yield
     except (OSError, ValueError, RuntimeError) as error:
         raise PeerError(f"{name} cannot load --compare-model {model}: {error}") from error
-
-
-@contextlib.contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Drop what libraries write to stderr while they load, native code's too."""
-    try:
-        number = sys.stderr.fileno()
-    except (AttributeError, io.UnsupportedOperation, ValueError):
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-        return
-    sys.stderr.flush()
-    kept = os.dup(number)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), number)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, number)
-        os.close(kept)
