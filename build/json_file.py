@@ -49,7 +49,18 @@ def parse_object(text: str, *, where: str, max_depth: int = MAX_DEPTH) -> dict[s
         raise CheckpointError(f"{where} holds a {type(value).__name__}, an object was expected")
     if _depth_exceeds(value, max_depth):
         raise CheckpointError(f"{where} is nested too deep, at most {max_depth} levels are read")
+    if "\\ud" in text.lower() and not _encodes(value):
+        raise CheckpointError(f"{where} holds half a surrogate pair (\\ud800..\\udfff): not a text")
     return value
+
+
+def _encodes(value: object) -> bool:
+    """Whether every string of a JSON value can be written as UTF-8."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _depth_exceeds(value: object, limit: int) -> bool:

@@ -19,6 +19,7 @@ BAD = {
     b"\xff{}": r"is not UTF-8 \(byte 0\)",
     b'{"a":' + b"[" * DEEP + b"]" * DEEP + b"}": "nested too deep",
     b'{"a":' + b"[" * 90 + b"]" * 90 + b"}": "nested too deep, at most 64",
+    b'{"a": "\\uD83D\\ude42 \\uD83D"}': "half a surrogate pair",
     b'{"a": ' + b"9" * 5000 + b"}": "is not valid JSON",
 }
 
@@ -44,6 +45,10 @@ def test_missing_file_and_folder_are_named(tmp_path: Path) -> None:
     for path in (tmp_path / "absent.json", tmp_path):
         with pytest.raises(CheckpointError, match="cannot be read"):
             read_object(path)
+
+
+def test_whole_surrogate_pairs_are_text() -> None:
+    assert parse_object('{"a": "\\ud83d\\ude42"}', where="x") == {"a": "\U0001f642"}
 
 
 def test_wide_objects_are_fine() -> None:
