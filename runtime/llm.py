@@ -178,14 +178,15 @@ class LLM:
             while True:
                 if not request.finished:
                     self.engine.step()
-                end = len(request.output_ids) if request.finished else stream.released_tokens
+                finished = request.finished  # while this waits in `yield`, others may step it
+                end = len(request.output_ids) if finished else stream.released_tokens
                 text = stream.take()
-                if text or end > sent or request.finished:
+                if text or end > sent or finished:
                     ids = request.output_ids[sent:end]
                     sent = max(sent, end)
-                    whole = self._completion(request) if request.finished else None
+                    whole = self._completion(request) if finished else None
                     yield Delta(text, ids, request.finish_reason, whole)
-                if request.finished:
+                if finished:
                     return
         finally:
             if not request.finished:
@@ -246,13 +247,12 @@ class LLM:
         try:
             for request in requests:
                 self.engine.add(request)
-            done = -1
+            done = sum(r.finished for r in requests)
             while not self.engine.batcher.idle:
-                self.engine.step()
-                now = sum(r.finished for r in requests)
+                now = done + sum(r.finished for r in self.engine.step())
                 if progress is not None and now != done:
                     progress(now, len(requests))
-                    done = now
+                done = now
         finally:  # an error or an interrupt leaves no request behind
             for request in requests:
                 if not request.finished:
