@@ -56,8 +56,9 @@ def assert_same_ids(path: Path, loader: Any = AutoTokenizer) -> None:
         ids = ours.encode(text, add_special_tokens=False).ids
         assert ids == theirs(text, add_special_tokens=False).input_ids, text
         assert bos + ids == theirs(text).input_ids, text
-        decoded = theirs.backend_tokenizer.decode(ids, skip_special_tokens=False)
-        assert ours.decode(ids, skip_special_tokens=False) == decoded
+        for skip in (False, True):
+            decoded = theirs.backend_tokenizer.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == decoded
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
         assert files.config[name] == getattr(theirs, name)
     assert files.config["vocab_size"] == len(theirs)
