@@ -23,6 +23,7 @@ import onnx
 from onnx import TensorProto
 
 from dspark_trt.plugins.graph import GraphWriter, make_function
+from dspark_trt.plugins.law_filters import Filters, filtered_law
 from dspark_trt.plugins.sequential_head import inverse_cdf, tempered_law
 
 SAMPLING = (  # by slot [S]
@@ -210,32 +211,8 @@ def penalised(g: GraphWriter, rows: _Rows, logits: str) -> str:
 def target_law(g: GraphWriter, rows: _Rows, logits: str, best: str, hot: str) -> str:
     """p [M, V] f64: tempered and filtered, not normalised; one-hot where not `hot`."""
     law = tempered_law(g, logits, rows.parameter("temperature"))
-    top_k, top_p, min_p = (rows.parameter(n) for n in ("top_k", "top_p", "min_p"))
-    no_k = g.LessOrEqual(top_k, _ZERO)
-    no_p = g.GreaterOrEqual(top_p, np.float32(1))
-    unfiltered = g.And(g.And(no_k, no_p), g.LessOrEqual(min_p, np.float32(0)))
-    all_plain = g.Cast(
-        g.ReduceMin(g.int32(g.Or(unfiltered, g.Not(hot))), keepdims=0), to=TensorProto.BOOL
-    )
-
-    def filtered(sub: GraphWriter) -> list[str]:
-        size = sub.dim(law, 1)
-        value, index = sub.op("TopK", [law, size], outputs=2, axis=1, largest=1, sorted=1)
-        rank = sub.Unsqueeze(sub.range(size), [0])
-        keep_k = sub.Or(sub.Unsqueeze(no_k, [1]), sub.Less(rank, sub.Unsqueeze(top_k, [1])))
-        zero = np.float64(0)
-        value = sub.Where(keep_k, value, zero)
-        total = sub.ReduceSum(value, [1], keepdims=1)
-        before = sub.CumSum(value, np.int64(1), exclusive=1)
-        reach = sub.Mul(sub.Cast(sub.Unsqueeze(top_p, [1]), to=TensorProto.DOUBLE), total)
-        keep_p = sub.Or(sub.Unsqueeze(no_p, [1]), sub.Less(before, reach))
-        value = sub.Where(keep_p, value, zero)
-        largest = sub.slice_axis(value, 0, 1, 1)
-        floor = sub.Mul(sub.Cast(sub.Unsqueeze(min_p, [1]), to=TensorProto.DOUBLE), largest)
-        value = sub.Where(sub.GreaterOrEqual(value, floor), value, zero)
-        return [sub.ScatterElements(law, index, value, axis=1)]
-
-    law = g.if_else(all_plain, lambda sub: [law], filtered, [TensorProto.DOUBLE])[0]
+    parameters = (rows.parameter(name) for name in ("top_k", "top_p", "min_p"))
+    law = filtered_law(g, law, Filters.of(g, *parameters, hot))
     total = g.ReduceSum(law, [1], keepdims=1)
     return g.Where(g.Unsqueeze(hot, [1]), g.Div(law, total), one_hot(g, best, "logits"))
 
