@@ -247,12 +247,14 @@ class LLM:
         try:
             for request in requests:
                 self.engine.add(request)
-            done = sum(r.finished for r in requests)
+            running = {r for r in requests if not r.finished}
+            reported = -1
             while not self.engine.batcher.idle:
-                now = done + sum(r.finished for r in self.engine.step())
-                if progress is not None and now != done:
-                    progress(now, len(requests))
-                done = now
+                running.difference_update(r for r in self.engine.step() if r.finished)
+                done = len(requests) - len(running)
+                if progress is not None and done != reported:
+                    progress(done, len(requests))
+                    reported = done
         finally:  # an error or an interrupt leaves no request behind
             for request in requests:
                 if not request.finished:
