@@ -170,7 +170,10 @@ def test_every_module_imports_from_the_base_install() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["build", "--help"]])
+@pytest.mark.parametrize(
+    "argv",
+    [["--help"], ["--version"], ["build", "--help"], ["generate", "--help"], ["bench", "--help"]],
+)
 def test_help_is_quick_since_it_loads_no_engine(argv: list[str]) -> None:
     blocked = (*HEAVY, "gguf", "numpy", "onnx", "onnxruntime", "safetensors", "tokenizers")
     done = run_python(
