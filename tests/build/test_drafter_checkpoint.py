@@ -143,7 +143,8 @@ def test_compact_file_keeps_every_weight_within_half_a_step(
     before = open_drafter(plain, target)
     tensors = {name: before.weights.tensor(name) for name in before.weights.names()}
     tensors["layers.0.mlp.up_proj.weight"][3] = 0.0
-    write_compact(folder / "model.safetensors", tensors)
+    with np.errstate(all="raise", under="ignore"):
+        write_compact(folder / "model.safetensors", tensors)
     after = open_drafter(folder, target)
     assert after.weight_dtype == "int8"
     assert after.dims == before.dims
