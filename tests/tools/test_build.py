@@ -13,7 +13,7 @@ from dspark_trt.tools import build
 from dspark_trt.tools.cli import main
 
 
-def fake_engine(options: builder.BuildOptions, progress: builder.Progress | None) -> None:
+def fake_engine(options: builder.BuildOptions) -> None:
     with write_engine_dir(options.output) as staged:
         (staged.path / "weights.bin").write_bytes(bytes(3_000_000))
         staged.describe(
@@ -37,9 +37,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[builder.BuildOptions]:
     """The options that builds were asked for; the builds write next to nothing."""
     seen: list[builder.BuildOptions] = []
 
-    def build_engine(options: builder.BuildOptions, progress: builder.Progress | None) -> None:
+    def build_engine(options: builder.BuildOptions, *_: object) -> None:
         seen.append(options)
-        fake_engine(options, progress)
+        fake_engine(options)
 
     monkeypatch.setattr(builder, "build_engine", build_engine)
     return seen
