@@ -102,6 +102,29 @@ def reference_logits(model: Any, ids: Sequence[int]) -> np.ndarray:
     return model(input_ids=torch.tensor([list(ids)])).logits[0].float().numpy()
 
 
+def reference_along(
+    model: Any,
+    prompt_ids: Sequence[int],
+    ours: Sequence[int],
+    count: int,
+    end_ids: Sequence[int] = (),
+) -> GreedyReference:
+    """The greedy text of `reference_greedy` as far as `ours` follows it, from one pass over `ours`.
+
+    Its ids end with the first token that is not ours; after that the texts are two different ones.
+    """
+    logits = reference_logits(model, [*prompt_ids, *ours])[len(prompt_ids) - 1 :]
+    ids: list[int] = []
+    for i, row in enumerate(logits[:count]):
+        token = int(row.argmax())
+        if token in end_ids:
+            break
+        ids.append(token)
+        if list(ours[i : i + 1]) != [token]:
+            break
+    return GreedyReference(ids, logits)
+
+
 def assert_close_logits(ours: np.ndarray, reference: np.ndarray, *, bound: float) -> None:
     """Every logit [T, V] within `bound`; the message names the worst position."""
     assert ours.shape == reference.shape

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
-from parity import assert_close_logits, assert_same_greedy, first_difference, top2_gap
+import torch
+from parity import (
+    assert_close_logits,
+    assert_same_greedy,
+    first_difference,
+    reference_along,
+    top2_gap,
+)
 
 
 def never(position: int) -> float:
@@ -43,3 +53,32 @@ def test_the_worst_position_is_named() -> None:
     reference = np.zeros((3, 2))
     with pytest.raises(AssertionError, match="position 1 of 3"):
         assert_close_logits(reference + [[0, 0], [0, 0.2], [0, 0.1]], reference, bound=0.05)
+
+
+class Successor:
+    """A model of three tokens whose argmax after token t is (t + 1) % 3, with a gap of 0.5."""
+
+    def __call__(self, input_ids: torch.Tensor) -> Any:
+        return SimpleNamespace(logits=0.5 * torch.eye(3)[(input_ids + 1) % 3])
+
+
+@pytest.mark.parametrize(
+    "ours, ids",
+    [
+        ([1, 2, 0, 1], [1, 2, 0, 1]),
+        ([1, 2], [1, 2, 0]),  # ours ends early: the reference goes on
+        ([1, 0, 1], [1, 2]),  # ours leaves the text at token 1
+        ([], [1]),
+    ],
+)
+def test_reference_along_follows_ours_up_to_the_first_difference(
+    ours: list[int], ids: list[int]
+) -> None:
+    found = reference_along(Successor(), [2, 0], ours, count=4)
+    assert found.ids == ids
+    assert found.gap(len(ids) - 1) == 0.5
+
+
+def test_reference_along_stops_at_an_end_id() -> None:
+    assert reference_along(Successor(), [0], [1, 2], count=9, end_ids=[0]).ids == [1, 2]
+    assert reference_along(Successor(), [0], [1, 2, 0], count=9, end_ids=[0]).ids == [1, 2]
