@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_trt.build.checkpoint import open_drafter, open_target
+from dspark_trt.build.checkpoint import open_drafter, open_target, share_with_target
 from dspark_trt.build.config import DrafterDims, TargetDims, require
 from dspark_trt.build.drafter import DraftGraph
 from dspark_trt.build.graph import ModelWriter
@@ -141,7 +141,9 @@ def build_engine(
     """
     check_output(options.output)
     target = open_target(options.model, options.tokenizer)
-    drafter = open_drafter(options.drafter, target.dims) if options.drafter else None
+    drafter = None
+    if options.drafter:
+        drafter = share_with_target(open_drafter(options.drafter, target.dims), target.weights)
     limits = options.limits(target.dims)
     with write_engine_dir(
         options.output, expected_bytes=_expected_bytes(target, drafter, options.quantize)
