@@ -46,7 +46,7 @@ def arguments() -> argparse.ArgumentParser:
         "--tokenizer",
         type=Path,
         metavar="PATH",
-        help="directory or file of the tokenizer, where the model brings none",
+        help="directory of the tokenizer, where the model brings none",
     )
     add("--backend", default="onnxruntime", choices=["onnxruntime"], help="default: %(default)s")
     add("--dtype", default="float32", choices=["float32"], help="default: %(default)s")
