@@ -211,8 +211,8 @@ def penalised(g: GraphWriter, rows: _Rows, logits: str) -> str:
 def target_law(g: GraphWriter, rows: _Rows, logits: str, best: str, hot: str) -> str:
     """p [M, V] f64: tempered and filtered, not normalised; one-hot where not `hot`."""
     law = tempered_law(g, logits, rows.parameter("temperature"))
-    parameters = (rows.parameter(name) for name in ("top_k", "top_p", "min_p"))
-    law = filtered_law(g, law, Filters.of(g, *parameters, hot))
+    top_k, top_p, min_p = (rows.parameter(name) for name in ("top_k", "top_p", "min_p"))
+    law = filtered_law(g, law, Filters.of(g, top_k, top_p, min_p, hot))
     total = g.ReduceSum(law, [1], keepdims=1)
     return g.Where(g.Unsqueeze(hot, [1]), g.Div(law, total), one_hot(g, best, "logits"))
 

@@ -146,15 +146,12 @@ def draft_token(g: GraphWriter, logits: str, u: str) -> str:
 def tempered_law(g: GraphWriter, logits: str, temperature: str) -> str:
     """softmax(logits / temperature) [M, V] f64; a row of temperature 0 is a row nobody reads.
 
-    The largest logit is taken off first, so that a temperature near 0 cannot overflow.
+    In double no float32 logit over a temperature of 1e-9 overflows; Softmax takes the largest off.
     """
     cold = g.LessOrEqual(temperature, np.float32(0))
     divisor = g.Unsqueeze(g.Where(cold, np.float32(1), temperature), [1])
-    shifted = g.Sub(logits, g.ReduceMax(logits, [1], keepdims=1))
-    return g.Softmax(
-        g.Div(g.Cast(shifted, to=TensorProto.DOUBLE), g.Cast(divisor, to=TensorProto.DOUBLE)),
-        axis=1,
-    )
+    double = TensorProto.DOUBLE
+    return g.Softmax(g.Div(g.Cast(logits, to=double), g.Cast(divisor, to=double)), axis=1)
 
 
 def inverse_cdf(g: GraphWriter, weights: str, u: str) -> str:
