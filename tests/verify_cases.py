@@ -1,7 +1,7 @@
 """Steps for RaggedVerify: sequences with their own parameters, packed; and what must come out.
 
 A `Sequence` says everything about one sequence of a step; `pack` makes the operator's inputs of a
-list of them, `expected` asks `reference.law` for the tokens.
+list of them, `expected` asks `reference.law` for the tokens, `check` compares.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from op_harness import run_op
 from reference.law import draft_law, target_law, verify_block
+
+from dspark_trt.plugins.ragged_verify import ragged_verify
 
 NEUTRAL: dict[str, Any] = {
     "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
@@ -18,6 +21,8 @@ NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 INTEGERS = ("top_k", "penalty_prompt", "bias_on")
 TOP24 = 2.0**-24
+LAST_U = 1 - TOP24  # the largest number that is drawn
+BLOCK = 4
 
 
 @dataclass
@@ -86,6 +91,25 @@ def expected(sequences: list[Sequence], block: int) -> list[list[int]]:
 
 def _as_float32(value: Any) -> Any:
     return float(np.float32(value)) if isinstance(value, float) else value
+
+
+def run(sequences: list[Sequence], *, block: int = BLOCK, **options: Any) -> list[list[int]]:
+    """The tokens of each sequence; what stands past them must be -1."""
+    vocab = sequences[0].logits.shape[1]
+    feeds = pack(sequences, block=block, vocab=vocab, **options)
+    results = run_op(ragged_verify(block_size=block), feeds)
+    out, n_out = results["out_tokens"], results["n_out"]
+    assert out.shape == (len(sequences), block + 1)
+    assert np.all((out >= 0) == (np.arange(block + 1) < n_out[:, None]))
+    assert np.all(out[out < 0] == -1)
+    assert out.max() < vocab
+    return [row[:n].tolist() for row, n in zip(out, n_out)]
+
+
+def check(sequences: list[Sequence], *, block: int = BLOCK, **options: Any) -> list[list[int]]:
+    tokens = run(sequences, block=block, **options)
+    assert tokens == expected(sequences, block)
+    return tokens
 
 
 def pack(
