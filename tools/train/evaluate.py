@@ -62,7 +62,7 @@ class Tally:
         config: TrainConfig,
     ) -> None:
         batch = make_batch(corpus, rows, picks, config)
-        terms = step(batch.to(step._target.device))
+        terms = step(batch.to(step.target.device))
         count = int((batch.weight > 0).sum())
         slot = batch.slot[:count].numpy()
         shape = len(rows) * config.anchors, self._size
