@@ -58,7 +58,7 @@ class DraftStep(nn.Module):
         features, target_hidden = self.target.forward(
             batch.tokens, batch.positions, masks, config.feature_layers
         )
-        with torch.autocast("cuda", torch.bfloat16, enabled=self._half):
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self._half):
             drafted = self._draft(batch, features)
         head = self.drafter.markov_head
         latent = drafted.latent
