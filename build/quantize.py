@@ -7,16 +7,16 @@ rounded to int8 per block (accuracy level 4). The rounding itself is ONNX Runtim
 
 `shift` is left out (0) unless it more than halves the error. It does for weights that come from
 4-bit blocks with a minimum of their own, a GGUF's Q4_1: they lie on a grid of 16 levels, but on no
-multiple of its step, and with the shift they are kept as they are. Its product is one small GEMM,
+multiple of its step, and with the shift they are kept nearly as they are. Shifts are stored as
+further inputs of the matrix, which the sums of x over each block feed:
 
-    y += shift . (sums of x over each block),   1 / 32 of the matrix's multiplications.
+    [w - shift | shift] . [x ; sums of x]
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -64,47 +64,58 @@ class Quantizer:
                 g.weights.add(weight, load())
             return g.Gemm(x, g.weight(weight), *([bias] if bias else []), transB=1)
         parts = [f"{weight}.int{bits}", f"{weight}.scale", f"{weight}.zero_point"]
-        shift = f"{weight}.shift"
         if parts[0] not in g.weights:
             matrix = load()
             blocks = quantize_blocks(matrix, bits)
             self.errors[weight] = relative_error(matrix, blocks)
-            for name, array in zip(parts, blocks[:3], strict=True):
+            for name, array in zip(parts, blocks.arrays, strict=True):
                 g.weights.add(name, array)
-            if blocks.shift is not None:
-                g.weights.add(shift, blocks.shift)
-        y = g.op(
+        out, inputs = shape
+        if g.weights.tensor(parts[0]).dims[1] > -(-inputs // BLOCK):  # with shifts
+            sums = g.ReduceSum(g.Reshape(x, [-1, inputs // BLOCK, BLOCK]), [2], keepdims=0)
+            x = g.Concat(x, sums, axis=1)
+            inputs += inputs // BLOCK
+        return g.op(
             "MatMulNBits",
             [x, *(g.weight(p) for p in parts), *(["", bias] if bias else [])],
             domain="com.microsoft",
-            K=shape[1],
-            N=shape[0],
+            K=inputs,
+            N=out,
             bits=bits,
             block_size=BLOCK,
             accuracy_level=ACCURACY_LEVEL,
         )[0]
-        if shift not in g.weights:
-            return y
-        sums = g.ReduceSum(g.Reshape(x, [-1, shape[1] // BLOCK, BLOCK]), [2], keepdims=0)
-        return g.Gemm(sums, g.weight(shift), y, transB=1)
 
 
-class Blocks(NamedTuple):
-    """A quantised matrix."""
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A quantised matrix [out, in]."""
 
     packed: np.ndarray  # [out, blocks, BLOCK * bits / 8] uint8
     scale: np.ndarray  # [out, blocks] f32
     zero_point: np.ndarray  # [out, ...] uint8, packed
-    shift: np.ndarray | None  # [out, blocks] f32
+    inputs: int  # in, without the inputs that carry shifts
+    shifted: bool
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What is stored."""
+        return self.packed, self.scale, self.zero_point
+
+    def rows(self, rows: slice) -> Blocks:
+        """Some of the outputs."""
+        return Blocks(*(array[rows] for array in self.arrays), self.inputs, self.shifted)
 
 
 def quantize_blocks(weight: np.ndarray, bits: int) -> Blocks:
     """The blocks of a weight [out, in]."""
-    plain = Blocks(*_rounded(weight, bits), None)
-    if bits != 4 or weight.shape[1] % BLOCK:
+    inputs = weight.shape[1]
+    plain = Blocks(*_rounded(weight, bits), inputs, shifted=False)
+    if bits != 4 or inputs % BLOCK:
         return plain
     shift = block_shift(weight)
-    shifted = Blocks(*_rounded(weight - np.repeat(shift, BLOCK, axis=1), bits), shift)
+    wide = np.concatenate([weight - np.repeat(shift, BLOCK, axis=1), shift], axis=1)
+    shifted = Blocks(*_rounded(wide, bits), inputs, shifted=True)
     better = relative_error(weight, shifted) < 0.5 * relative_error(weight, plain)
     return shifted if better else plain
 
@@ -118,30 +129,32 @@ def block_shift(weight: np.ndarray) -> np.ndarray:
     return (low + zero * step).astype(np.float32)
 
 
-def dequantize(blocks: Blocks, in_features: int) -> np.ndarray:
+def dequantize(blocks: Blocks) -> np.ndarray:
     """The weight [out, in] that `blocks` stand for, f32."""
-    wide = blocks.packed.shape[2] == BLOCK  # one byte a value
+    one_byte = blocks.packed.shape[2] == BLOCK
 
     def values(packed: np.ndarray, count: int) -> np.ndarray:
         flat = packed.reshape(len(packed), -1)
-        if wide:
+        if one_byte:
             return flat[:, :count].astype(np.float32)
         pairs = np.stack([flat & 15, flat >> 4], axis=2).reshape(len(flat), -1)
         return pairs[:, :count].astype(np.float32)
 
-    count = blocks.scale.shape[1]
-    q = values(blocks.packed, count * BLOCK).reshape(len(blocks.scale), count, BLOCK)
-    weight = (q - values(blocks.zero_point, count)[:, :, None]) * blocks.scale[:, :, None]
-    if blocks.shift is not None:
-        weight = weight + blocks.shift[:, :, None]
-    return weight.reshape(len(weight), -1)[:, :in_features]
+    out, count = blocks.scale.shape
+    q = values(blocks.packed, count * BLOCK).reshape(out, count, BLOCK)
+    wide = (q - values(blocks.zero_point, count)[:, :, None]) * blocks.scale[:, :, None]
+    wide = wide.reshape(out, -1)
+    weight = wide[:, : blocks.inputs]
+    if blocks.shifted:
+        shift = wide[:, blocks.inputs : blocks.inputs + blocks.inputs // BLOCK]
+        weight = weight + np.repeat(shift, BLOCK, axis=1)
+    return weight
 
 
 def relative_error(weight: np.ndarray, blocks: Blocks) -> float:
     """Root mean square of what rounding changed, relative to the weight's; on a sample of rows."""
     rows = slice(None, None, max(len(weight) // 512, 1))
-    sample = Blocks(*(None if part is None else part[rows] for part in blocks))  # type: ignore
-    change = dequantize(sample, weight.shape[1]) - weight[rows]
+    change = dequantize(blocks.rows(rows)) - weight[rows]
     size = np.sqrt(np.mean(weight[rows] ** 2))
     return float(np.sqrt(np.mean(change**2)) / size) if size > 0 else 0.0
 
