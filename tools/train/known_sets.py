@@ -14,11 +14,13 @@ from pathlib import Path
 FILE = Path(__file__).with_name("known_sets.json")
 LENGTH = 120  # letters and digits that count
 HEX = 12  # digits of a fingerprint
+INSTRUCTION = "pleasereasonstepbystep"  # what the sets' own prompts end with
 
 
 def fingerprint(text: str) -> str:
-    """A hash of the first `LENGTH` letters and digits of `text`, whatever their case."""
-    kept = "".join(char for char in text.lower() if char.isalnum())[:LENGTH]
+    """A hash of the first `LENGTH` letters and digits of `text` before the usual instruction."""
+    letters = "".join(char for char in text.lower() if char.isalnum())
+    kept = letters.split(INSTRUCTION)[0][:LENGTH]
     return hashlib.sha256(kept.encode("utf-8", "replace")).hexdigest()[:HEX]
 
 
