@@ -23,7 +23,9 @@ SUBCOMMANDS = {
     "info": "what an engine directory holds",
     "generate": "prompts -> text, as a stream or a batch",
     "bench": "speed with and without the drafter, and beside other runtimes",
+    "train": "a drafter for a target, from data that the target writes",
 }
+PACKAGES = {"train": "train.command"}  # subcommand -> its module, where it is not of its name
 # Printed as one line. Named and not imported, so that no subcommand loads another's libraries.
 PLAIN_ERRORS = frozenset(
     {
@@ -37,6 +39,7 @@ PLAIN_ERRORS = frozenset(
         "dspark_trt.tools.output_files:OutputError",
         "dspark_trt.tools.peers:PeerError",
         "dspark_trt.tools.prompts:PromptsError",
+        "dspark_trt.tools.train.config:TrainError",
     }
 )
 EXAMPLES = """examples:
@@ -58,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if rest[0] not in SUBCOMMANDS:
             return unknown(rest[0])
         logging.basicConfig(format="dspark: %(levelname)s: %(message)s")
-        module = importlib.import_module(f"dspark_trt.tools.{rest[0]}")
+        name = PACKAGES.get(rest[0], rest[0])
+        module = importlib.import_module(f"dspark_trt.tools.{name}")
         code = module.main(rest[1:])
         sys.stdout.flush()
         return int(code or 0)

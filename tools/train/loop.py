@@ -85,7 +85,7 @@ class Trainer:
             self._optimizer.load_state_dict(optimizer_state)
         rows = len(RowPlan(corpus, config).rows(0))
         by_epochs = max(1, math.ceil(config.epochs * rows / config.rows))
-        self.last_step = min(config.steps or by_epochs, by_epochs) if config.epochs else by_epochs
+        self.last_step = min(config.steps or by_epochs, by_epochs)
         self._log = TrainLog(output, config, active=team.leads)
         self._began = time.monotonic() - progress.seconds
 
