@@ -29,8 +29,10 @@ class BudgetView:
 
     # [B] drafts that each request has room for (block size, tokens still wanted, context left)
     room: np.ndarray
-    # survival [B', G] of the step two before this one, or None
-    lagged_survival: np.ndarray | None = None
+    # Confidence logits [B', G] of the latest draft that is at least two steps old, and the
+    # temperatures [G] they are read with; None while there is none.
+    lagged_conf_logits: np.ndarray | None = None
+    sts: np.ndarray | None = None
 
 
 class Policy(Protocol):

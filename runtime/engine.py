@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -39,6 +40,9 @@ class Engine:
         self.policy = policy
         self.block_size = executor.block_size
         self.metrics = Metrics(executor.block_size)
+        self._step = 0
+        # Of the last drafts: (step, confidence logits [B, G]).
+        self._conf_logits: deque[tuple[int, np.ndarray]] = deque(maxlen=3)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises `RequestError` where it can never run."""
@@ -55,6 +59,7 @@ class Engine:
         plan = self.batcher.schedule()
         if plan.empty:
             return []
+        self._step += 1
         self._fill_slots(plan)
         drafts, verdict = self._run(plan)
         touched = self._commit(plan, verdict)
@@ -126,17 +131,23 @@ class Engine:
         if not requests or not self.block_size:
             return None, None, 0
         room = np.array([self._room(r) for r in requests], np.int32)
-        budget = min(self.policy.budget(BudgetView(room)), int(room.sum()))
+        view = BudgetView(room, self._lagged_conf_logits(), self.executor.sts)
+        budget = min(self.policy.budget(view), int(room.sum()))
         if budget <= 0:
             return None, None, 0
         slots = np.array([r.slot for r in requests], np.int32)
         drafts = self.executor.draft(slots, uniforms.draft[chunks:])
+        self._conf_logits.append((self._step, drafts.conf_logits))
         caps = room
         if self.policy.synchronous:
             conf = probabilities(drafts.conf_logits, self.executor.sts)
             caps = np.clip(self.policy.lengths(conf, room), 0, room).astype(np.int32)
             budget = int(caps.sum())
         return drafts, caps, budget
+
+    def _lagged_conf_logits(self) -> np.ndarray | None:
+        """What a budget may see: the latest confidences that are two steps old or older."""
+        return next((c for step, c in reversed(self._conf_logits) if step <= self._step - 2), None)
 
     def _room(self, request: Request) -> int:
         """Drafts worth verifying: with the extra token no more than the request may still emit."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -123,3 +123,45 @@ def test_drafts_never_change_what_a_request_without_them_samples(llm: LLM) -> No
     params = SamplingParams(max_tokens=40, temperature=0.8, ignore_eos=True)
     done = llm.generate(PROMPTS, params)
     assert all(len(c.token_ids) == 40 for c in done)
+
+
+@dataclass
+class Watching(Alternating):
+    """Drafts on two steps of three and keeps what each budget was shown."""
+
+    views: list[BudgetView] = field(default_factory=list)
+
+    def budget(self, view: BudgetView) -> int:
+        self.views.append(view)
+        self.step += 1
+        return int(view.room.sum()) if self.step % 3 else 0
+
+
+def test_a_budget_sees_only_confidences_that_are_two_steps_old(llm: LLM) -> None:
+    policy = llm.engine.policy = Watching()
+    llm.engine._conf_logits.clear()  # of earlier tests
+    drafted: list[np.ndarray | None] = []  # confidence logits of each step that asked for a budget
+    original = llm.executor.draft
+
+    def draft(slots: np.ndarray, u_draft: np.ndarray) -> Any:
+        drafts = original(slots, u_draft)
+        drafted[-1] = drafts.conf_logits
+        return drafts
+
+    original_budget = policy.budget
+
+    def budget(view: BudgetView) -> int:
+        drafted.append(None)
+        return original_budget(view)
+
+    policy.budget = budget  # type: ignore[method-assign]
+    llm.executor.draft = draft  # type: ignore[method-assign]
+    try:
+        llm.generate([PROMPTS[0]], GREEDY)
+    finally:
+        del llm.executor.draft
+    assert len(policy.views) > 8
+    for t, view in enumerate(policy.views):
+        old = [conf for conf in drafted[: max(t - 1, 0)] if conf is not None]
+        assert view.lagged_conf_logits is (old[-1] if old else None)
+        assert view.sts is llm.executor.sts
