@@ -37,7 +37,7 @@ check: test  ## test, then the slow tests one after another
 	$(BIN)/python -m pytest -m "slow and not gpu" --durations 10 $(PYTEST_ARGS)
 
 lint: $(VENV)/.test  ## ruff and mypy
-	$(BIN)/ruff check .
+	$(BIN)/ruff check build plugins runtime tools tests
 	$(BIN)/mypy
 
 clean:  ## remove what was built (engines, caches); the environment in VENV stays
