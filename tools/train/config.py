@@ -180,6 +180,7 @@ def config_from_file(path: Path, changes: dict[str, object]) -> TrainConfig:
         values = read_json(path, max_bytes=MAX_CONFIG_BYTES)
         if not isinstance(values, dict):
             raise JsonError(f"{path} must hold a JSON object")
-        return from_json(TrainConfig, values | changes, str(path))
+        given = {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items()}
+        return from_json(TrainConfig, values | given, str(path))
     except JsonError as error:
         raise TrainError(str(error)) from None

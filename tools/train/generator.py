@@ -108,6 +108,7 @@ class Generator:
     def run(self, jobs: Iterator[Job]) -> Iterator[Document]:
         """Documents in the order they are finished, until `jobs` is used up and all are done."""
         self.stage.fill_(IDLE)
+        ready: list[Document] = []
         while self._refill(jobs):
             if self._graph is None and self.target.device.type == "cuda":
                 self._capture()
@@ -116,7 +117,9 @@ class Generator:
                     self._step()
                 else:
                     self._graph.replay()
-            yield from self._finished()
+            yield from ready  # the host's work on them, while the device runs
+            ready = self._finished()
+        yield from ready
 
     @torch.no_grad()
     def _step(self) -> None:
@@ -142,8 +145,7 @@ class Generator:
         self.limit.copy_(torch.where(turn_over, longest, self.limit))
         self.temperature.copy_(torch.where(turn_over, self.answer_temperature, self.temperature))
         self.position.copy_(torch.where(active & ~done, after, self.position))
-        stage = torch.where(turn_over, ANSWER, self.stage)
-        self.stage.copy_(torch.where(done, IDLE, stage))
+        self.stage.copy_(self.stage.masked_fill(turn_over, ANSWER).masked_fill(done, IDLE))
 
     def _put_down(self, after: Tensor, token: Tensor, active: Tensor, turn_over: Tensor) -> None:
         """Write `token` at `after` in active slots, or the bridge from there where a turn ends."""
@@ -183,17 +185,17 @@ class Generator:
             self.temperature,
         ]
 
-    def _finished(self) -> Iterator[Document]:
+    def _finished(self) -> list[Document]:
         """Documents of slots that went idle since the last call; marks them as free."""
         done = ((self.stage == IDLE) & (self.limit > 0)).nonzero()[:, 0]
-        if not len(done):
-            return
         tokens, lengths = self.tokens[done].cpu().numpy(), self.known[done].tolist()
         starts, temperatures = self.answer_start[done].tolist(), self.temperature[done].tolist()
         self.limit[done] = 0
-        for row, length, start, temperature in zip(tokens, lengths, starts, temperatures):
-            self.generated += length
-            yield Document(row[:length].copy(), start, round(temperature, 4))
+        self.generated += sum(lengths)
+        return [
+            Document(row[:length].copy(), start, round(temperature, 4))
+            for row, length, start, temperature in zip(tokens, lengths, starts, temperatures)
+        ]
 
     def _refill(self, jobs: Iterator[Job]) -> bool:
         """Put jobs into free slots; whether any slot is busy then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,11 +105,22 @@ class TrainLog:
         """Write one evaluation."""
         if not self._active:
             return
-        line = {"step": progress.step, "seconds": round(progress.seconds, 2), **found}
+        line = {"step": progress.step, "seconds": round(progress.seconds, 2), **without_nan(found)}
         with (self._output / EVALUATIONS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         say(f"held out: {summary(found)}")
         self._since = time.monotonic()
+
+
+def without_nan(found: dict[str, Any]) -> dict[str, Any]:
+    """The figures with None for what was not measured, which JSON has no number for."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and math.isnan(value) else value
+
+    return {name: plain(value) for name, value in found.items()}
 
 
 def summary(found: dict[str, Any]) -> str:
@@ -144,7 +156,7 @@ def draw_curves(output: Path) -> None:
         axes[1].plot(at, [row[name] for row in steps], label=name)
     lines = _read_evaluations(output / EVALUATIONS)
     for name in ("argmax_length", "sampled_length", "served_length"):
-        points = [(line["step"], line[name]) for line in lines if name in line]
+        points = [(line["step"], line[name]) for line in lines if line.get(name)]
         axes[2].plot(*zip(*points), marker="o", label=name) if points else None
     for axis, title in zip(axes, ("loss", "in training", "accepted length, held out")):
         axis.set_title(title)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo
 
 from dspark_trt.build.checkpoint import open_drafter, open_target
 from dspark_trt.build.source import TargetCheckpoint
@@ -28,7 +29,7 @@ from dspark_trt.tools.train.data import DataOptions, import_log, say, write_data
 from dspark_trt.tools.train.drafter import Drafter, initialize
 from dspark_trt.tools.train.evaluate import evaluate
 from dspark_trt.tools.train.export import save_drafter
-from dspark_trt.tools.train.log import draw_curves, summary
+from dspark_trt.tools.train.log import draw_curves, summary, without_nan
 from dspark_trt.tools.train.loop import Trainer
 from dspark_trt.tools.train.step import DraftStep
 from dspark_trt.tools.train.target import TorchTarget
@@ -227,8 +228,8 @@ class _Run:
             "steps": trainer.progress.step,
             "seconds": round(trainer.progress.seconds, 1),
             "epochs": trainer.progress.epoch,
-            "before": before,
-            "after": after,
+            "before": without_nan(before),
+            "after": without_nan(after),
         }
         text = json.dumps(report, indent=2) + "\n"
         (self.output / REPORT).write_text(text, encoding="utf-8")
