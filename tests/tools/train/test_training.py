@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from markov_pair import markov_pair
 from train_case import CPU, Case, make_case, random_corpus
 
 from dspark_trt.build.checkpoint import open_target
-from dspark_trt.tools.train.batches import RowPlan, step_data
+from dspark_trt.tools.train.batches import RowPlan, choose_anchors, make_batch, step_data
 from dspark_trt.tools.train.checkpoint import FOLDER, Progress, load_checkpoint
 from dspark_trt.tools.train.config import TrainError
 from dspark_trt.tools.train.corpus import Corpus, read_corpus
@@ -60,7 +59,8 @@ def test_a_target_that_copies_its_input_is_accepted_always(tmp_path: Path) -> No
     found = run.evaluate()
     assert found["argmax_rates"] == [1.0] * 4
     assert found["served_length"] > 4.5  # 5 but at the end of a document
-    assert min(found["sampled_rates"]) > 0.9
+    corpus.records["temperature"] = 1.0
+    assert min(evaluate(case.step, corpus, case.config)["sampled_rates"]) > 0.9
 
 
 def test_gradients_reach_the_drafter_and_nothing_else(tmp_path: Path) -> None:
@@ -99,64 +99,51 @@ def test_detached_confidence_leaves_the_backbone_alone(tmp_path: Path, detach: b
 
 def test_the_loss_of_a_document_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
     case = make_case(tiny_target(tmp_path, "llama"), noise=0.02)
-    losses = []
+    first = random_corpus(tmp_path / "first", 256, [12], seed=9)
+    terms = []
     for seed in (1, 2):
-        corpus = random_corpus(tmp_path / str(seed), 256, [12, 30], seed=seed)
-        first = random_corpus(tmp_path / f"{seed}-same", 256, [12, 30], seed=9)
-        start = int(corpus.starts[0])
-        corpus.tokens[start : start + 12] = first.document(0)
-        data = step_data(corpus, RowPlan(corpus, case.config), case.config, at=(0, 0), part=(0, 1))
-        batch = data.batches[0]
-        terms = case.step(batch)
-        document = batch.document.reshape(-1)[batch.source]
-        row_has = [d for d in range(batch.document.shape[0])]
-        assert row_has
-        texts = batch.tokens.reshape(-1)[batch.source]
-        mine = torch.isin(batch.source, _positions(batch, first.document(0)[:12].tolist()))
-        keep = mine & (batch.weight > 0)
-        order = torch.argsort(batch.label[keep] * 10000 + texts[keep])
-        losses.append(terms.slots.l1[keep][order])
-        assert document.shape == mine.shape
-    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
-
-
-def _positions(batch: Any, text: list[int]) -> torch.Tensor:
-    """Flat positions of the document whose tokens are `text`."""
-    flat = batch.tokens.reshape(-1).tolist()
-    at = next(i for i in range(len(flat)) if flat[i : i + len(text)] == text)
-    return torch.arange(at, at + len(text))
+        corpus = random_corpus(tmp_path / str(seed), 256, [30, 12, 40, 20], seed=seed)
+        corpus.tokens[corpus.starts[1] :][:12] = first.document(0)
+        rows = [[0, 1], [2], [3], []]
+        anchors = [choose_anchors(corpus, row, 0, case.config) for row in rows]
+        batch = make_batch(corpus, rows, anchors, case.config)
+        mine = (batch.source >= 30) & (batch.source < 42) & (batch.weight > 0)
+        assert mine.sum() > 20  # all anchors of the short document
+        terms.append(case.step(batch).slots.l1[mine])
+    torch.testing.assert_close(*terms, atol=1e-5, rtol=1e-5)
 
 
 def test_a_minute_of_training_beats_chance_by_far(tmp_path: Path) -> None:
-    """Chance is to accept 1/64 (argmax): length 1.016. Asked for: 1.5 argmax, 1.3 sampled."""
+    """An untrained drafter commits 1.4 (argmax) and 1.7 (sampled) tokens a step.
+
+    Asked for: 2.5 of both (about 3.6 are reached).
+    """
     folder, _ = markov_pair(tmp_path, vocab=64)
     checkpoint = open_target(folder)
     target = TorchTarget(checkpoint, CPU, max_tokens=65)
     options = DataOptions(
-        synthesize=8000,
+        prompts=_prompts(tmp_path),
         document_tokens=64,
-        user_tokens=6,
         answer_tokens=40,
         temperatures=(0.0, 1.0),
         slots=64,
     )
-    if target.dims.vocab_size < 128:  # no chat tokens in so small a vocabulary: plain prompts
-        options = dataclasses.replace(options, synthesize=0, prompts=_prompts(tmp_path))
     write_data(checkpoint, target, options, tmp_path / "data")
     corpus = read_corpus(tmp_path / "data", vocab_size=64)
     training, held_out = corpus.split(0.15)
     case = make_case(
-        folder, row_tokens=64, anchors=32, rows=8, rank=32, steps=120, epochs=1e3,
-        learning_rate=3e-3, vocabulary_chunk=512, max_seconds=45.0,
+        folder, row_tokens=64, anchors=32, rows=8, rank=32, steps=250, epochs=1e3,
+        learning_rate=3e-3, vocabulary_chunk=512, max_seconds=45.0, log_every=50,
     )  # fmt: skip
     run = trainer(case, training, tmp_path / "run")
     before = evaluate(case.step, held_out, case.config)
     run.run()
     after = evaluate(case.step, held_out, case.config)
-    assert before["argmax_length"] < 1.3
-    assert after["argmax_length"] > 1.5
-    assert after["sampled_length"] > 1.3
-    assert after["confidence_auc"] > 0.55
+    assert before["argmax_length"] < 1.6
+    assert before["sampled_length"] < 1.8
+    assert after["argmax_length"] > 2.5
+    assert after["sampled_length"] > 2.5
+    assert after["confidence_auc"] > 0.6
 
 
 def _prompts(folder: Path) -> Path:
