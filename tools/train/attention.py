@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from torch.nn.functional import scaled_dot_product_attention
 
 Rule = Callable[[Any, Any, Any, Any], Tensor]
-Mask = Tensor | BlockMask
+Mask: TypeAlias = Tensor | BlockMask
 
 
 def chosen(attention: str, device: torch.device) -> str:

@@ -181,9 +181,10 @@ def prefetched(
     def put(item: StepData | BaseException) -> None:
         while not stopped.is_set():
             try:
-                return ready.put(item, timeout=0.2)
+                ready.put(item, timeout=0.2)
             except queue.Full:
                 continue
+            break
 
     def work(at: tuple[int, int]) -> None:
         try:

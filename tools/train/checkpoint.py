@@ -49,7 +49,7 @@ def load_checkpoint(output: Path, device: torch.device) -> dict[str, Any]:
     """The state saved in `output`: `drafter`, `optimizer` and `progress`."""
     path = output / FOLDER / STATE
     if not path.is_file():
-        raise TrainError(f"{output} holds no checkpoint ({FOLDER}/{STATE}): start a run there first")
+        raise TrainError(f"{output} holds no checkpoint ({FOLDER}/{STATE}): start a run first")
     try:
         state = torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:

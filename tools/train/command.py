@@ -101,6 +101,8 @@ def _add_data(made: argparse.ArgumentParser) -> None:
     add("--user-tokens", type=integer(1), default=256, metavar="N", help="longest user turn")
     add("--answer-tokens", type=integer(1), default=512, metavar="N", help="longest answer")
     add("--slots", type=integer(0), default=0, metavar="N", help="documents written at once")
+    add("--decode-attention", default="auto", choices=["auto", "triton", "sdpa"])
+    add("--no-graph", action="store_true", help="decode without a CUDA graph")
 
 
 def _field(flag: str) -> str:
@@ -154,6 +156,8 @@ def _start(asked: argparse.Namespace, settings: TrainConfig, argv: Sequence[str]
             answer_tokens=asked.answer_tokens,
             slots=asked.slots,
             seed=settings.seed,
+            attention=asked.decode_attention,
+            graph=not asked.no_graph,
         )
     named = data is not None or asked.data is not None or asked.corpus is not None
     require(

@@ -104,7 +104,7 @@ def synthetic_jobs(
     temperatures: Sequence[float],
     seed: int,
 ) -> Iterator[Job]:
-    """Endless jobs: a style, a temperature for the user's turn and one for the answer, at random."""
+    """Endless jobs, each of a random style and random temperatures of user's turn and answer."""
     draw = random.Random(seed)
     ready = [_styled(tokenizer, turn, style) for style in styles]
     weights = [style.weight for style in styles]

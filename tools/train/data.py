@@ -52,6 +52,8 @@ class DataOptions:
     answer_tokens: int = 512
     slots: int = 0  # 0: by the memory
     seed: int = 0
+    attention: str = "auto"  # of decoding: triton | sdpa
+    graph: bool = True  # CUDA graph of the step
 
     def __post_init__(self) -> None:
         for name in ("temperatures", "user_temperatures"):
@@ -114,6 +116,8 @@ def write_data(
         stop_ids=sorted({*target.dims.eos_token_ids}),
         turn_end=turn.end if turn else None,
         seed=options.seed + part[0],
+        attention=options.attention,
+        graph=options.graph,
     )
     wanted = options.synthesize // part[1] if options.synthesize else None
     _write(generator, jobs, writer, Filter(tokenizer, turn), wanted, options.max_seconds)

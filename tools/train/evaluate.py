@@ -43,7 +43,9 @@ class Tally:
         self._document: list[np.ndarray] = []  # [n]
         self._anchor: list[np.ndarray] = []  # [n] from the document's start
 
-    def add(self, step: DraftStep, corpus: Corpus, rows: list[list[int]], config: TrainConfig) -> None:
+    def add(
+        self, step: DraftStep, corpus: Corpus, rows: list[list[int]], config: TrainConfig
+    ) -> None:
         """Evaluate `rows` at every anchor, as many at a time as training has in a row."""
         lengths = np.minimum(corpus.lengths, config.row_tokens)
         answers = corpus.records["answer"]

@@ -76,6 +76,7 @@ def save_drafter(
             arrays = {name: np.asarray(value.float().numpy()) for name, value in state.items()}
             write_compact(staged / WEIGHTS, arrays)
         else:
-            cast = {name: value.to(getattr(torch, dtype)).contiguous() for name, value in state.items()}
+            kind = getattr(torch, dtype)
+            cast = {name: value.to(kind).contiguous() for name, value in state.items()}
             save_file(cast, staged / WEIGHTS, metadata={"format": "pt"})
         sync_tree(staged)

@@ -75,6 +75,8 @@ class Generator:
         stop_ids: Sequence[int],
         turn_end: int | None = None,  # the token that ends a user's turn
         seed: int = 0,
+        attention: str = "auto",  # triton | sdpa; auto: triton on CUDA
+        graph: bool = True,  # record the step as a CUDA graph, on CUDA
     ) -> None:
         self.target, self.limits, self.turn_end = target, limits, turn_end
         device, slots, layer = target.device, limits.slots, target.dims.layer
@@ -102,7 +104,8 @@ class Generator:
         self.answer_temperature = torch.zeros(slots, device=device)
         self.generated = 0  # tokens of finished documents, prompts included
         torch.manual_seed(seed)
-        self._attention = decode_kernel(device)
+        self._attention = decode_kernel(attention, device)
+        self._records = graph and device.type == "cuda"
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def run(self, jobs: Iterator[Job]) -> Iterator[Document]:
@@ -110,7 +113,7 @@ class Generator:
         self.stage.fill_(IDLE)
         ready: list[Document] = []
         while self._refill(jobs):
-            if self._graph is None and self.target.device.type == "cuda":
+            if self._graph is None and self._records:
                 self._capture()
             for _ in range(self.limits.sync_every):
                 if self._graph is None:
@@ -259,9 +262,9 @@ def sdpa_decode(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, window: int = 
     return out.reshape(slots, heads * dim)
 
 
-def decode_kernel(device: torch.device) -> Callable[..., Tensor]:
-    """The decode attention for a device: ours in Triton on CUDA."""
-    if device.type != "cuda":
+def decode_kernel(attention: str, device: torch.device) -> Callable[..., Tensor]:
+    """The decode attention that is asked for: `auto` is ours in Triton on CUDA."""
+    if attention == "sdpa" or (attention == "auto" and device.type != "cuda"):
         return sdpa_decode
     from dspark_trt.tools.train.triton_decode import decode_attention
 

@@ -131,9 +131,7 @@ def vocabulary_terms(
     settings = (ce_weight, tv_weight, chunk, terms)
     with torch.autocast(hidden.device.type, enabled=False):
         return VocabularyTerms(
-            *_VocabularyLoss.apply(
-                hidden, latent, w2, head, target_hidden, label, weight, settings
-            )
+            *_VocabularyLoss.apply(hidden, latent, w2, head, target_hidden, label, weight, settings)
         )
 
 

@@ -103,8 +103,8 @@ class _Run:
     def _require_new(self) -> None:
         require(
             not (self.output / FOLDER).exists(),
-            f"{self.output} holds a run already: go on with --resume {self.output}, or name another "
-            "--output",
+            f"{self.output} holds a run already: go on with --resume {self.output}, or name "
+            "another --output",
         )
 
     def go(self) -> int:

@@ -13,7 +13,7 @@ BLOCK = 64  # tokens read at a time
 
 
 @triton.jit
-def _decode(
+def _decode(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
     v_ptr,

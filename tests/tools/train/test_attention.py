@@ -29,7 +29,12 @@ def test_target_sees_earlier_tokens_of_its_document(window: int) -> None:
 def test_a_block_sees_context_before_its_anchor_and_itself() -> None:
     anchors, size = torch.tensor([[1, 5, 0], [0, 3, 8]]), 3
     mask = mask_of(
-        block_rule(DOCUMENT, anchors, size), attention="sdpa", batch=2, queries=9, keys=19, device=CPU
+        block_rule(DOCUMENT, anchors, size),
+        attention="sdpa",
+        batch=2,
+        queries=9,
+        keys=19,
+        device=CPU,
     )
     for b in range(2):
         for q in range(9):

@@ -29,9 +29,7 @@ def loaded(folder: Path, tokens: int = 64) -> TorchTarget:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_documents_are_each_as_transformers_reads_them(
-    family: str, tmp_path: Path
-) -> None:
+def test_packed_documents_are_each_as_transformers_reads_them(family: str, tmp_path: Path) -> None:
     options = {"sliding_window": 8} if family == "mistral" else {}
     folder = tiny_target(tmp_path, family, layers=3, tie=family == "qwen2", **options)
     target, model = loaded(folder), load_target(folder)

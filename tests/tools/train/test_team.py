@@ -16,7 +16,7 @@ from dspark_trt.tools.train.checkpoint import load_checkpoint
 SETTINGS = [
     *("--layers", "1", "--rank", "8", "--block-size", "4", "--intermediate-size", "48"),
     *("--row-tokens", "48", "--anchors", "16", "--rows", "4", "--vocabulary-chunk", "64"),
-    *("--steps", "3", "--held-out", "0.2", "--learning-rate", "0.001", "--device", "cpu"),
+    *("--steps", "3", "--held-out", "0.3", "--learning-rate", "0.001", "--device", "cpu"),
 ]
 
 
@@ -34,7 +34,7 @@ def train(target: Path, data: Path, output: Path, *launcher: str) -> str:
 
 def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     target = tiny_target(tmp_path, "llama")
-    random_corpus(tmp_path / "data", 256, [30] * 12)
+    random_corpus(tmp_path / "data", 256, [30] * 40)
     train(target, tmp_path / "data", tmp_path / "one")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     train(target, tmp_path / "data", tmp_path / "two", *launcher)

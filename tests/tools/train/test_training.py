@@ -49,9 +49,7 @@ def copying_target(folder: Path) -> Path:
 
 
 def test_a_target_that_copies_its_input_is_accepted_always(tmp_path: Path) -> None:
-    case = make_case(
-        copying_target(tmp_path), learning_rate=0.01, steps=60, epochs=100.0, rank=16
-    )
+    case = make_case(copying_target(tmp_path), learning_rate=0.01, steps=60, epochs=100.0, rank=16)
     corpus = random_corpus(tmp_path / "data", 32, [24] * 40)
     corpus.tokens[:] = corpus.tokens[::24].repeat(24)  # every document one token, again and again
     run = trainer(case, corpus, tmp_path / "run")
@@ -147,7 +145,20 @@ def test_a_minute_of_training_beats_chance_by_far(tmp_path: Path) -> None:
 
 
 def _prompts(folder: Path) -> Path:
-    words = "river mill bridge boats harbour rain model answer apples pears numbers lamp".split()
+    words = [
+        "river",
+        "mill",
+        "bridge",
+        "boats",
+        "harbour",
+        "rain",
+        "model",
+        "answer",
+        "apples",
+        "pears",
+        "numbers",
+        "lamp",
+    ]
     lines = [f'{{"prompt": "{a} {b} {c}"}}' for a in words for b in words[:6] for c in words[:3]]
     path = folder / "prompts.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")

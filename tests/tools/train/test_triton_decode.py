@@ -15,12 +15,14 @@ from dspark_trt.tools.train.generator import sdpa_decode
 from dspark_trt.tools.train.triton_decode import decode_attention
 
 torch.manual_seed(0)
-for heads, kv_heads, dim, tokens, window in ((9, 3, 64, 130, 0), (4, 2, 20, 70, 0), (4, 4, 64, 130, 30)):
+cases = ((9, 3, 64, 130, 0), (4, 2, 20, 70, 0), (4, 4, 64, 130, 30))
+for heads, kv_heads, dim, tokens, window in cases:
     q = torch.randn(3, heads, dim)
     k, v = torch.randn(3, tokens, kv_heads, dim), torch.randn(3, tokens, kv_heads, dim)
     lengths = torch.tensor([1, tokens, 65])
     expected = sdpa_decode(q, k, v, lengths, window)
-    torch.testing.assert_close(decode_attention(q, k, v, lengths, window), expected, atol=1e-5, rtol=1e-5)
+    found = decode_attention(q, k, v, lengths, window)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 """
 
 
