@@ -39,6 +39,7 @@ def row_terms(
     weight: Tensor,  # [n] float32
     ce_weight: float,
     tv_weight: float,
+    dtype: torch.dtype = torch.float32,  # of the gradient
 ) -> Rows:
     """Terms and gradient of `weight * (ce_weight * CE + tv_weight * L1)`, row by row."""
     log_norm = torch.logsumexp(draft, dim=-1, keepdim=True)
@@ -51,7 +52,7 @@ def row_terms(
     hit = torch.arange(draft.shape[1], device=draft.device) == label[:, None]
     gradient = weight[:, None] * (slope + ce_weight * (p - hit.float()))
     l1 = difference.abs().sum(-1)
-    return Rows(ce, l1, draft.argmax(-1), target.argmax(-1), gradient)
+    return Rows(ce, l1, draft.argmax(-1), target.argmax(-1), gradient.to(dtype))
 
 
 class _VocabularyLoss(Function):
@@ -61,6 +62,7 @@ class _VocabularyLoss(Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
         hidden, latent, w2, head, target_hidden, label, weight, settings = arguments
         ce_weight, tv_weight, chunk, terms = settings
+        weights = ce_weight, tv_weight
         inputs, both = hidden.to(head.dtype), head
         if latent is not None:
             inputs = torch.cat([inputs, latent.to(head.dtype)], dim=1)
@@ -72,8 +74,8 @@ class _VocabularyLoss(Function):
             part = slice(start, start + chunk)
             draft = product32(inputs[part], both)
             target = product32(target_hidden[part], head)
-            rows = terms(draft, target, label[part], weight[part], ce_weight, tv_weight)
-            gradient = rows.gradient.to(head.dtype)
+            rows = terms(draft, target, label[part], weight[part], *weights, head.dtype)
+            gradient = rows.gradient
             torch.mm(gradient, both, out=to_inputs[part])
             if to_w2 is not None:
                 to_w2 += product32(gradient.t(), inputs[part, hidden.shape[1] :].t())
