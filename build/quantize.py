@@ -104,7 +104,8 @@ class Blocks:
 
     def rows(self, rows: slice) -> Blocks:
         """Some of the outputs."""
-        return Blocks(*(array[rows] for array in self.arrays), self.inputs, self.shifted)
+        packed, scale, zero_point = (array[rows] for array in self.arrays)
+        return Blocks(packed, scale, zero_point, self.inputs, self.shifted)
 
 
 def quantize_blocks(weight: np.ndarray, bits: int) -> Blocks:

@@ -2,7 +2,8 @@
 
     k_pages[pages[n], offsets[n]] = k[n]   for every row n with pages[n] >= 0; likewise v
 
-Padding rows have page -1 and write nothing.
+Padding rows have page -1 and write nothing. Where v is NaN or infinite, 0 is written: attention gives
+what a row does not see the weight 0, and 0 * NaN would carry one request's fault into another's text.
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ def paged_kv_write() -> onnx.FunctionProto:
                 axis=1,
             )
         )
+        v = g.Gather("v", rows)
+        finite = g.Where(g.Less(g.Abs(v), np.float32(np.inf)), v, np.float32(0))
         return [
             g.ScatterND("k_pages", where, g.Gather("k", rows)),
-            g.ScatterND("v_pages", where, g.Gather("v", rows)),
+            g.ScatterND("v_pages", where, finite),
         ]
 
     return make_function("PagedKvWrite", INPUTS, OUTPUTS, body, overload="")

@@ -8,7 +8,8 @@ dense inputs and never in the pages.
 
     out[n] = softmax(scale * q[n] . K) V,   query head h reading K/V head h // (H / KVH)
 
-Padding rows (n >= cu_seqlens[R]) give values nobody reads.
+Padding rows (n >= cu_seqlens[R]) give values nobody reads. A key that a row does not see has no
+weight in it even where it is NaN; values are finite (PagedKvWrite sees to it), since 0 * NaN is NaN.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class _Layout:
         return g.Add(g.Mul(slots, np.int32(shape.num_kv_heads)), head)
 
     def context_mask(self) -> str:
-        """0 or -inf for each padded row and key of the pages."""
+        """Which keys of the pages each padded row sees."""
         g, window = self.g, self.shape.window
         keys = g.Unsqueeze(g.range(self.num_keys), [0, 1])  # [1, 1, L]
         if self.shape.block:
@@ -133,16 +134,15 @@ class _Layout:
         return self._mask(visible)
 
     def block_mask(self) -> str:
-        """0 or -inf for each padded row and row of its own block."""
+        """Which rows of its own block each padded row sees."""
         g = self.g
         return self._mask(g.Less(g.Unsqueeze(self.column, [0]), g.Unsqueeze(self.lens, [1, 2])))
 
     def _mask(self, visible: str) -> str:
-        """[R, Q or 1, keys] bool -> [R, 1, group * Q, keys] f32, the rows of each head in turn."""
+        """[R, Q or 1, keys] bool -> [R, 1, group * Q, keys], the rows of each head in turn."""
         g, group = self.g, self.shape.group
-        values = g.Where(visible, np.float32(0), np.float32(-np.inf))
         wide = g.Expand(
-            g.Unsqueeze(values, [1, 2]), g.Concat([1, 1, group], self.longest, [1], axis=0)
+            g.Unsqueeze(visible, [1, 2]), g.Concat([1, 1, group], self.longest, [1], axis=0)
         )
         rows = g.Mul(self.longest, group)
         return g.Reshape(wide, g.Concat([0, 1], rows, g.dim(visible, 2), axis=0))
@@ -169,8 +169,12 @@ def padded_queries(g: GraphWriter, shape: AttentionShape, layout: _Layout) -> st
 
 
 def masked_scores(g: GraphWriter, shape: AttentionShape, q: str, k: str, mask: str) -> str:
-    """scale * q k + mask, [R, KVH, group * Q, keys]; k is [R, KVH, D, keys]."""
-    return g.Add(g.Mul(g.MatMul(q, k), np.float32(shape.head_dim**-0.5)), mask)
+    """scale * q k where `mask`, else -inf, whatever k is; [R, KVH, group * Q, keys].
+
+    k is [R, KVH, D, keys].
+    """
+    scores = g.Mul(g.MatMul(q, k), np.float32(shape.head_dim**-0.5))
+    return g.Where(mask, scores, np.float32(-np.inf))
 
 
 def with_block(

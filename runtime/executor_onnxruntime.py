@@ -159,7 +159,11 @@ class OnnxRuntimeExecutor:
         out_tokens = np.empty((sequences, self.block_size + 1), np.int32)
         n_out = np.empty(sequences, np.int32)
         lengths = np.empty(sequences - layout.num_chunks, np.int32)
-        arrays = {"out_tokens": out_tokens, "n_out": n_out, "lengths": lengths}
+        arrays: dict[str, np.ndarray] = {
+            "out_tokens": out_tokens,
+            "n_out": n_out,
+            "lengths": lengths,
+        }
         logits = None
         if want_logits:
             logits = np.empty((len(layout.logit_rows), self.vocab_size), np.float32)
