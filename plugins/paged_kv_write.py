@@ -2,8 +2,9 @@
 
     k_pages[pages[n], offsets[n]] = k[n]   for every row n with pages[n] >= 0; likewise v
 
-Padding rows have page -1 and write nothing. Where v is NaN or infinite, 0 is written: attention gives
-what a row does not see the weight 0, and 0 * NaN would carry one request's fault into another's text.
+Padding rows have page -1 and write nothing. Where v is NaN or infinite, 0 is written: attention
+gives what a row does not see the weight 0, and 0 * NaN would carry one request's fault into
+another's text.
 """
 
 from __future__ import annotations

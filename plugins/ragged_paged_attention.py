@@ -9,7 +9,7 @@ dense inputs and never in the pages.
     out[n] = softmax(scale * q[n] . K) V,   query head h reading K/V head h // (H / KVH)
 
 Padding rows (n >= cu_seqlens[R]) give values nobody reads. A key that a row does not see has no
-weight in it even where it is NaN; values are finite (PagedKvWrite sees to it), since 0 * NaN is NaN.
+weight in it even where it is NaN; values are finite (PagedKvWrite sees to it), as 0 * NaN is NaN.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ def make_feeds(
     padding: int = 0,
     seed: int = 0,
 ) -> dict[str, np.ndarray]:
-    """Pages dealt at random; what no row may read is NaN in q and block rows, large in pages."""
+    """Pages dealt at random; what nobody may read is NaN in q, block rows, keys, large in values.
+
+    Values are finite in the pages, whatever was computed: PagedKvWrite sees to it.
+    """
     rng = np.random.default_rng(seed)
     size, n = shape.page_size, sum(lens) + padding
     counts = [max(1, -(-c // size)) for c in contexts]
@@ -28,7 +31,8 @@ def make_feeds(
     ids = iter(rng.permutation(np.arange(1, sum(counts) + SPARE_PAGES)))
     table = np.zeros((len(lens), width), np.int32)
     dims = (sum(counts) + SPARE_PAGES, size, shape.num_kv_heads, shape.head_dim)
-    pages = {name: np.full(dims, 50.0, np.float32) for name in ("k_pages", "v_pages")}
+    unread = {"k_pages": np.nan, "v_pages": 50.0}
+    pages = {name: np.full(dims, value, np.float32) for name, value in unread.items()}
     for array in pages.values():
         array[0] = 0.0
     for r, count in enumerate(counts):
