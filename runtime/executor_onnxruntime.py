@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
+from dspark_trt.runtime.engine_dir import EngineDirError
 from dspark_trt.runtime.ragged import StepLayout
 from dspark_trt.runtime.sampling import RowEdits
 from dspark_trt.runtime.state import StepState
@@ -83,6 +84,7 @@ class OnnxRuntimeExecutor:
         self.sts = np.ones(block_size, np.float32)
         self._verify = _session(engine_dir / "target.onnx", threads)
         self._draft = _session(engine_dir / "draft.onnx", threads) if block_size else None
+        self._check_shapes(engine_dir)
         # Zeros are mapped by the system when first touched: unused pages cost no memory.
         self._pages = {
             i.name: np.zeros([num_pages, *i.shape[1:]], np.float32)
@@ -96,6 +98,21 @@ class OnnxRuntimeExecutor:
         self._verify_binding = self._bound(self._verify)
         self._logits_bound: bool | None = None  # None: no output is bound yet
         self._draft_binding = self._bound(self._draft) if self._draft is not None else None
+
+    def _check_shapes(self, engine_dir: Path) -> None:
+        """Refuse graphs that are not those the manifest describes."""
+        shapes = {i.name: i.shape for i in self._verify.get_inputs()}
+        self.page_size = int(shapes["kv.0.k"][1])
+        block = shapes["draft_tokens"][1] if "draft_tokens" in shapes else 0
+        for name, graph, manifest in (
+            ("vocab_size", shapes["bias"][1], self.vocab_size),
+            ("block_size", block, self.block_size),
+        ):
+            if graph != manifest:
+                raise EngineDirError(
+                    f"engine {engine_dir}: {name} is {manifest} in the manifest and {graph} in "
+                    "target.onnx: build the engine again"
+                )
 
     @property
     def kv_bytes(self) -> int:

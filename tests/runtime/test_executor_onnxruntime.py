@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dspark_trt.runtime.engine_dir import EngineDirError
 from dspark_trt.runtime.executor_onnxruntime import OnnxRuntimeExecutor, VerifyStep
 from dspark_trt.runtime.ragged import Chunk, pack_step
 from dspark_trt.runtime.sampling import RowEdits
@@ -114,3 +115,11 @@ def test_logits_come_when_asked_and_only_then(pair_engine: Path) -> None:
         if verdict.logits is not None:
             assert verdict.logits.shape == (3, VOCAB)
             assert int(verdict.logits[2].argmax()) == verdict.out_tokens[0, 0]
+
+
+@pytest.mark.parametrize(("vocab", "block"), [(VOCAB + 1, BLOCK), (VOCAB, BLOCK - 1), (VOCAB, 0)])
+def test_graphs_of_other_dimensions_are_refused(pair_engine: Path, vocab: int, block: int) -> None:
+    with pytest.raises(EngineDirError, match=r"in the manifest and \d+ in target.onnx"):
+        OnnxRuntimeExecutor(
+            pair_engine, slots=4, max_pages=16, num_pages=65, vocab_size=vocab, block_size=block
+        )
