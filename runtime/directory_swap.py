@@ -7,8 +7,8 @@
 4. Remove what the temporary name holds now: the old directory, or on an error the unfinished one.
 
 A process killed outright leaves its temporary directory; the next one for the same target removes
-it, once the process is gone and its lock with it (which also holds between containers that share
-the folder but not the process ids). Standard library only.
+it, once its lock is gone with the process. Only where the filesystem has no locks does the process
+id in the name decide, which means nothing between containers. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 
@@ -44,15 +45,9 @@ def staged_directory(target: Path) -> Iterator[Path]:
     """
     clear_stale(target)
     made = _make_parents(target.parent)
-    staged = _beside(target, "tmp")
     try:
         with _termination_as_exit(), contextlib.ExitStack() as stack:
-            stack.callback(_remove, staged)
-            os.mkdir(staged)
-            lock = os.open(staged, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, lock)
-            with contextlib.suppress(OSError):  # a filesystem without locks
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            staged = _make_locked(target, stack)
             yield staged
             _take_place(staged, target)
             sync(target.parent)
@@ -80,14 +75,17 @@ def clear_stale(target: Path) -> None:
         match = pattern.fullmatch(path.name)
         if match is None or path.is_symlink() or not path.is_dir():
             continue
-        if _is_running(int(match[2])) or not _is_unlocked(path):
-            continue
-        if match[1] == "old" and not target.exists():
-            logger.warning("putting back %s, which an interrupted build had set aside", target)
-            path.rename(target)
-        else:
-            logger.warning("removing %s, left by an interrupted build", path)
-            _remove(path)
+        with contextlib.suppress(FileNotFoundError), _locked(path) as lock:
+            if lock is Lock.HELD:
+                continue
+            if lock is Lock.UNSUPPORTED and _is_another_process(int(match[2])):
+                continue
+            if match[1] == "old" and not target.exists():
+                logger.warning("putting back %s, which an interrupted build had set aside", target)
+                path.rename(target)
+            else:
+                logger.warning("removing %s, left by an interrupted build", path)
+                _remove(path)
 
 
 def exchange(a: Path, b: Path) -> bool:
@@ -114,12 +112,13 @@ def _take_place(staged: Path, target: Path) -> None:
     if exchange(staged, target):
         return
     old = _beside(target, "old")
-    os.rename(target, old)
-    try:
-        os.rename(staged, target)
-    except BaseException:
-        os.rename(old, target)
-        raise
+    with _locked(target):
+        os.rename(target, old)
+        try:
+            os.rename(staged, target)
+        except BaseException:
+            os.rename(old, target)
+            raise
     _remove(old)
 
 
@@ -152,15 +151,20 @@ def sync(path: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Remove a directory tree if it is there; a failure is logged, since the result stands."""
-    try:
-        shutil.rmtree(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        logger.warning("could not remove %s: %s", path, error)
+    while path.exists():
+        try:
+            shutil.rmtree(path)
+        except FileNotFoundError:  # another process removes it too: what is left, if anything
+            continue
+        except OSError as error:
+            logger.warning("could not remove %s: %s", path, error)
+            return
 
 
-def _is_running(pid: int) -> bool:
+def _is_another_process(pid: int) -> bool:
+    """Whether `pid` runs and is not this process, whose number a container gives again."""
+    if pid == os.getpid():
+        return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -170,18 +174,45 @@ def _is_running(pid: int) -> bool:
     return True
 
 
-def _is_unlocked(path: Path) -> bool:
+class Lock(Enum):
+    """What came of an attempt to lock a directory."""
+
+    OURS = "ours"
+    HELD = "held"  # by whoever fills it
+    UNSUPPORTED = "unsupported"  # the filesystem has no locks
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[Lock]:
+    """Lock the directory for the block, or say why not; `FileNotFoundError` if it is gone."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            found = Lock.HELD
+        except OSError:
+            found = Lock.UNSUPPORTED
+        else:
+            found = Lock.OURS
+            if not os.path.samestat(os.stat(path), os.fstat(handle)):
+                found = Lock.HELD  # another one took the name: its owner's
+        yield found
     finally:
         os.close(handle)
-    return True
+
+
+def _make_locked(target: Path, stack: contextlib.ExitStack) -> Path:
+    """A new directory beside `target`, locked until `stack` is left and then removed."""
+    while True:
+        staged = _beside(target, "tmp")
+        with contextlib.ExitStack() as attempt, contextlib.suppress(FileNotFoundError):
+            attempt.callback(_remove, staged)
+            os.mkdir(staged)
+            # Until it is locked another process takes it for a dead one's, and may remove it.
+            if attempt.enter_context(_locked(staged)) is not Lock.HELD:
+                stack.push(attempt.pop_all())
+                return staged
 
 
 @contextlib.contextmanager

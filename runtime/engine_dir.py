@@ -23,14 +23,33 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from dspark_trt.runtime.directory_swap import staged_directory, sync, sync_tree
-from dspark_trt.runtime.file_hash import FileEntry, HashingWriter, sha256_file
-from dspark_trt.runtime.typed_json import JsonError, canonical, from_json, read_json
+from dspark_trt.runtime.file_hash import FileEntry, HashingWriter, sha256_file, sha256_open
+from dspark_trt.runtime.held_directory import HeldDirectory
+from dspark_trt.runtime.manifest_bounds import (
+    MAX_COUNT,
+    BoundError,
+    check_dims,
+    check_page_size,
+)
+from dspark_trt.runtime.typed_json import JsonError, canonical, from_json, parse_json, read_json
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 4 << 20
+# A link, a folder or nothing where a plain file must be.
+NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-OPEN_TRIES = 5  # a directory replaced while it is read is read again
+OPEN_TRIES = 20  # a directory replaced while it is read is read again
+# What a backend loads; a manifest must list it, since only listed files are checked.
+NEEDED_FILES = {
+    "onnxruntime": (
+        "target.onnx",
+        "weights.bin",
+        "tokenizer/tokenizer.json",
+        "tokenizer/tokenizer_config.json",
+    ),
+}
+NEEDED_WITH_DRAFTER = {"onnxruntime": ("draft.onnx",)}
 
 
 class EngineDirError(ValueError):
@@ -62,8 +81,14 @@ class Limits:
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            if getattr(self, item.name) < 1:
-                raise EngineDirError(f"{item.name} must be >= 1, got {getattr(self, item.name)}")
+            value = getattr(self, item.name)
+            if not 1 <= value <= MAX_COUNT:
+                raise EngineDirError(f"{item.name} must be in [1, {MAX_COUNT}], got {value}")
+        if self.max_input_len > self.max_seq_len:  # tokens of a prompt
+            raise EngineDirError(
+                f"max_input_len must be <= max_seq_len ({self.max_seq_len}), "
+                f"got {self.max_input_len}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,10 +289,27 @@ class EngineDir:
 
 def read_manifest(directory: Path) -> Manifest:
     """The manifest of an engine directory; the files it lists are not looked at."""
-    if not directory.is_dir():
-        raise EngineDirError(f"engine {directory} is not a directory: make one with `dspark build`")
+    with _held(directory) as held:
+        return _manifest_of(held)
+
+
+def _held(directory: Path) -> HeldDirectory:
     try:
-        value = read_json(directory / MANIFEST, max_bytes=MAX_MANIFEST_BYTES)
+        return HeldDirectory(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        raise EngineDirError(
+            f"engine {directory} is not a directory: make one with `dspark build`"
+        ) from None
+    except OSError as error:
+        raise EngineDirError(f"cannot read engine {directory}: {error.strerror}") from None
+
+
+def _manifest_of(held: HeldDirectory) -> Manifest:
+    directory, path = held.path, held.path / MANIFEST
+    try:
+        with held.open(MANIFEST) as file:
+            data = file.read(MAX_MANIFEST_BYTES + 1) or b""
+        value = parse_json(data, path, max_bytes=MAX_MANIFEST_BYTES)
     except FileNotFoundError:
         raise EngineDirError(
             f"{directory} holds no {MANIFEST}, so it is no engine: make one with `dspark build`"
@@ -275,7 +317,7 @@ def read_manifest(directory: Path) -> Manifest:
     except JsonError as error:
         raise EngineDirError(f"{error}: build the engine again") from None
     except OSError as error:
-        raise EngineDirError(f"cannot read {directory / MANIFEST}: {error.strerror}") from None
+        raise EngineDirError(f"cannot read {path}: {error.strerror}") from None
     version = value.get("schema_version") if isinstance(value, dict) else None
     if version != SCHEMA_VERSION:
         raise EngineDirError(
@@ -283,56 +325,66 @@ def read_manifest(directory: Path) -> Manifest:
             f"{SCHEMA_VERSION}: build the engine again"
         )
     try:
-        return from_json(Manifest, value, str(directory / MANIFEST))
+        manifest = from_json(Manifest, value, str(path))
+        check_page_size(manifest.page_size)
+        check_dims(manifest.target, manifest.drafter)
     except JsonError as error:
         raise EngineDirError(f"{error}: build the engine again") from None
+    except BoundError as error:
+        raise EngineDirError(f"{path}: {error}: build the engine again") from None
+    return manifest
 
 
 def open_engine_dir(directory: Path, *, verify: Literal["hash", "size"] = "hash") -> EngineDir:
     """Read the manifest and check every file it lists, by size and (unless "size") by hash.
 
-    A directory that is replaced meanwhile is read again, so a reader sees the old engine or the new
-    one, never a mixture. Raises `EngineDirError` naming the file, what was found, what is listed.
+    Every file that the backend loads must be listed. Manifest and files are read from one directory
+    that is held open; where another one took its name meanwhile that one is read, so a reader sees
+    the old engine or the new one, never a mixture. Raises `EngineDirError` naming the file, what
+    was found, what is listed.
     """
     if verify not in ("hash", "size"):
         raise EngineDirError(f"verify must be 'hash' or 'size', got {verify!r}")
-    for left in reversed(range(OPEN_TRIES)):
-        before = _identity(directory)
-        try:
-            manifest = read_manifest(directory)
-            for name, entry in manifest.files.items():
-                _check_file(directory, name, entry, verify)
-        except EngineDirError:
-            if left == 0 or before == _identity(directory):
-                raise
-        else:
-            if before == _identity(directory):
-                return EngineDir(directory, manifest)
+    for _ in range(OPEN_TRIES):
+        with _held(directory) as held:
+            try:
+                manifest = _manifest_of(held)
+                _check_listed(directory, manifest)
+                for name, entry in manifest.files.items():
+                    _check_file(held, name, entry, verify)
+            except EngineDirError:
+                if held.is_at_its_path():
+                    raise
+            else:
+                if held.is_at_its_path():
+                    return EngineDir(directory, manifest)
     raise EngineDirError(f"engine {directory} is being replaced over and over: try again later")
 
 
-def _identity(directory: Path) -> tuple[int, int] | None:
-    """What tells one directory from another that took its name."""
-    try:
-        found = directory.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+def _check_listed(directory: Path, manifest: Manifest) -> None:
+    needed = NEEDED_FILES.get(manifest.backend, ())
+    if manifest.drafter is not None:
+        needed += NEEDED_WITH_DRAFTER.get(manifest.backend, ())
+    if missing := [name for name in needed if name not in manifest.files]:
+        raise EngineDirError(
+            f"{directory / MANIFEST} does not list {', '.join(missing)}, which would be loaded "
+            "unchecked: build the engine again"
+        )
 
 
-def _check_file(directory: Path, name: str, entry: FileEntry, verify: str) -> None:
-    path = directory / name
+def _check_file(held: HeldDirectory, name: str, entry: FileEntry, verify: str) -> None:
+    path = held.path / name
     try:
-        inside = path.resolve().is_relative_to(directory.resolve())
-        size = path.stat().st_size if inside and path.is_file() else -1
-        if size == entry.bytes and verify == "hash":
-            found = sha256_file(path)
-        else:
-            found = FileEntry(size, entry.sha256)
+        with held.open(name) as file:
+            found = FileEntry(os.fstat(file.fileno()).st_size, entry.sha256)
+            if found.bytes == entry.bytes and verify == "hash":
+                found = sha256_open(file)
     except OSError as error:
+        if error.errno in NO_FILE:
+            raise EngineDirError(
+                f"engine {held.path} lacks its file {name}: build it again"
+            ) from None
         raise EngineDirError(f"cannot read {path}: {error.strerror}") from None
-    if found.bytes < 0:
-        raise EngineDirError(f"engine {directory} lacks its file {name}: build it again")
     if found.bytes != entry.bytes:
         raise EngineDirError(
             f"{path} has {found.bytes} bytes, {MANIFEST} says {entry.bytes}: build the engine again"

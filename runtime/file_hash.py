@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,11 +21,16 @@ class FileEntry:
 
 def sha256_file(path: Path) -> FileEntry:
     """Size and hash of a file, streamed."""
-    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
+        return sha256_open(file)
+
+
+def sha256_open(file: RawIOBase) -> FileEntry:
+    """Size and hash of what is left of an open file, streamed."""
+    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
+    while count := file.readinto(buffer):
+        digest.update(buffer[:count])
+        size += count
     return FileEntry(size, digest.hexdigest())
 
 

@@ -37,6 +37,11 @@ def read_json(path: Path, *, max_bytes: int) -> Any:
     """The value in the file `path`; `JsonError` if that is over `max_bytes` or not UTF-8 JSON."""
     with path.open("rb") as file:
         data = file.read(max_bytes + 1)
+    return parse_json(data, path, max_bytes=max_bytes)
+
+
+def parse_json(data: bytes, path: Path, *, max_bytes: int) -> Any:
+    """The value in `data`, which was read from `path`; `JsonError` as of `read_json`."""
     if len(data) > max_bytes:
         raise JsonError(f"{path} is over {max_bytes} bytes: this is not a file of ours")
     try:

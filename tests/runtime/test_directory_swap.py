@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -97,10 +98,10 @@ def test_the_old_one_returns_when_the_second_rename_fails(
 
 
 def test_only_stale_directories_of_this_target_are_removed(tmp_path: Path) -> None:
-    gone, alive = dead_pid(), os.getpid()
+    gone, alive = dead_pid(), os.getppid()
     stale = f".engine.tmp-{gone}-0123abcd"
     kept = [
-        f".engine.tmp-{alive}-0123abcd",  # its process runs
+        f".engine.tmp-{alive}-0123abcd",  # locked, its process runs
         f".engine.tmp-{gone}-0123abcg",  # not our pattern
         f".engine2.tmp-{gone}-0123abcd",  # of another target
         f".engine.tmp-{gone}-11111111",  # locked: its process runs in another container
@@ -109,12 +110,14 @@ def test_only_stale_directories_of_this_target_are_removed(tmp_path: Path) -> No
         (tmp_path / name).mkdir()
     (tmp_path / f".engine.tmp-{gone}-22222222").write_text("a file")
     (tmp_path / f".engine.tmp-{gone}-33333333").symlink_to(tmp_path / kept[0])
-    lock = os.open(tmp_path / kept[3], os.O_RDONLY)
+    locks = [os.open(tmp_path / kept[i], os.O_RDONLY) for i in (0, 3)]
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        for lock in locks:
+            fcntl.flock(lock, fcntl.LOCK_EX)
         clear_stale(tmp_path / "engine")
     finally:
-        os.close(lock)
+        for lock in locks:
+            os.close(lock)
     assert stale not in names(tmp_path)
     assert len(names(tmp_path)) == len(kept) + 2
 
@@ -127,4 +130,40 @@ def test_an_old_one_set_aside_by_a_killed_process_is_put_back(tmp_path: Path) ->
     assert (tmp_path / "engine" / "a").read_text() == "old"
     aside.mkdir()
     clear_stale(tmp_path / "engine")
+    assert names(tmp_path) == ["engine"]
+
+
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_the_lock_decides_and_the_process_id_only_where_there_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+) -> None:
+    """Process ids are given again in the next container: a running one may be a stranger's."""
+    of_another = f".engine.tmp-{os.getppid()}-0123abcd"
+    of_mine = f".engine.tmp-{os.getpid()}-0123abcd"
+    for name in (of_another, of_mine):
+        (tmp_path / name).mkdir()
+    if not has_locks:
+
+        def unsupported(handle: int, operation: int) -> None:
+            raise OSError(errno.ENOTSUP, "no locks here")
+
+        monkeypatch.setattr(directory_swap.fcntl, "flock", unsupported)
+    clear_stale(tmp_path / "engine")
+    assert names(tmp_path) == ([] if has_locks else [of_another])
+
+
+def test_a_directory_taken_away_before_it_was_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, taken = os.mkdir, []
+
+    def removed_at_once(path: Path) -> None:
+        mkdir(path)
+        if not taken:
+            taken.append(path)
+            os.rmdir(path)
+
+    monkeypatch.setattr(directory_swap.os, "mkdir", removed_at_once)
+    fill(tmp_path / "engine", "x")
+    assert taken
     assert names(tmp_path) == ["engine"]

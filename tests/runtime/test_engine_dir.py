@@ -28,6 +28,10 @@ from dspark_trt.runtime.engine_dir import (
 from dspark_trt.runtime.file_hash import FileEntry
 
 
+DIMS = {"num_layers": 2, "vocab_size": 50, "layer": {"num_kv_heads": 1, "head_dim": 8}}
+DRAFTER = {**DIMS, "block_size": 4}
+
+
 def manifest(**changes: object) -> Manifest:
     """A small manifest; dims as `dataclasses.asdict` leaves them, with tuples inside."""
     base = Manifest(
@@ -38,18 +42,24 @@ def manifest(**changes: object) -> Manifest:
         dtype="float32",
         quantize="none",
         checkpoint=CheckpointInfo("model.gguf", "gguf", "ab" * 32, "Q4_1"),
-        target={"family": "llama", "sliding_windows": (0, 0)},
+        target={**DIMS, "family": "llama", "sliding_windows": (0, 0), "eos_token_ids": (2,)},
         limits=Limits(max_batch_size=8, max_input_len=64, max_seq_len=128, max_num_tokens=64),
         page_size=32,
     )
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
 
-def write(output: Path, weights: bytes = b"weights", **changes: object) -> None:
+def write(output: Path, weights: bytes = b"weights", *, lacks: str = "", **changes: object) -> None:
     with write_engine_dir(output) as staged:
         (staged.path / "target.onnx").write_bytes(b"graph")
-        with staged.create("weights/target.bin") as file:
-            file.write(weights)
+        for name, data in (
+            ("weights.bin", weights),
+            ("tokenizer/tokenizer.json", b"{}"),
+            ("tokenizer/tokenizer_config.json", b"{}"),
+        ):
+            if name != lacks:
+                with staged.create(name) as file:
+                    file.write(data)
         staged.describe(manifest(**changes))
 
 
@@ -69,13 +79,57 @@ def rewrite(engine: Path, edit: Callable[[dict], None]) -> None:
 
 def test_what_is_written_is_read(engine: Path) -> None:
     opened = open_engine_dir(engine)
-    assert opened.file("weights/target.bin").read_bytes() == b"weights"
-    assert opened.manifest.target == {"family": "llama", "sliding_windows": [0, 0]}
+    assert opened.file("weights.bin").read_bytes() == b"weights"
+    assert opened.manifest.target["sliding_windows"] == [0, 0]
     entry = opened.manifest.files["target.onnx"]
     assert entry == FileEntry(5, hashlib.sha256(b"graph").hexdigest())
     with pytest.raises(EngineDirError, match="has no file 'draft.onnx'"):
         opened.file("draft.onnx")
     assert [path.name for path in engine.parent.iterdir()] == ["engine"]
+
+
+@pytest.mark.parametrize(
+    "name", ["weights.bin", "tokenizer/tokenizer.json", "tokenizer/tokenizer_config.json"]
+)
+def test_a_file_that_is_loaded_must_be_listed(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "engine", lacks=name)
+    (tmp_path / "engine" / name).write_bytes(b"slipped in later")
+    for verify in ("size", "hash"):
+        with pytest.raises(EngineDirError, match=f"does not list {name}, which would be loaded"):
+            open_engine_dir(tmp_path / "engine", verify=verify)  # type: ignore[arg-type]
+
+
+def test_a_drafter_s_graph_must_be_listed(tmp_path: Path) -> None:
+    write(tmp_path / "engine", drafter=DRAFTER)
+    with pytest.raises(EngineDirError, match=r"does not list draft\.onnx"):
+        open_engine_dir(tmp_path / "engine")
+
+
+def test_a_folder_that_is_a_link_is_refused(engine: Path) -> None:
+    (engine / "tokenizer").rename(engine.parent / "outside")
+    (engine / "tokenizer").symlink_to(engine.parent / "outside")
+    with pytest.raises(EngineDirError, match=r"lacks its file tokenizer/tokenizer\.json"):
+        open_engine_dir(engine)
+
+
+def test_a_mixture_is_never_seen_however_the_name_changes_hands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between manifest and files the directory is replaced twice; its inode may come back."""
+    output = tmp_path / "engine"
+    write(output, b"one")
+    read, left = engine_dir._manifest_of, [3]
+
+    def replaced_after_reading(held: engine_dir.HeldDirectory) -> Manifest:
+        found = read(held)
+        if left[0]:
+            left[0] -= 1
+            write(output, b"longer" * left[0])
+            write(output, b"another")
+        return found
+
+    monkeypatch.setattr(engine_dir, "_manifest_of", replaced_after_reading)
+    assert open_engine_dir(output).manifest.files["weights.bin"].bytes == len(b"another")
 
 
 def test_arrays_are_hashed_as_they_are_written(tmp_path: Path) -> None:
@@ -85,7 +139,7 @@ def test_arrays_are_hashed_as_they_are_written(tmp_path: Path) -> None:
             assert file.write(array.data) == 48
             assert file.write(b"tail") == 4
             assert file.tell() == 52
-        staged.describe(manifest())
+        staged.describe(manifest(backend="tensorrt"))
     assert open_engine_dir(tmp_path / "engine").manifest.files["w.bin"].bytes == 52
 
 
@@ -94,7 +148,7 @@ def test_a_file_changed_after_it_was_hashed_is_hashed_again(tmp_path: Path) -> N
         with staged.create("w.bin") as file:
             file.write(b"one")
         (staged.path / "w.bin").write_bytes(b"longer")
-        staged.describe(manifest())
+        staged.describe(manifest(backend="tensorrt"))
     open_engine_dir(tmp_path / "engine")
 
 
@@ -112,16 +166,16 @@ def test_files_made_later_do_not_matter(engine: Path) -> None:
 
 
 def test_a_changed_byte_is_found_by_hash_and_a_changed_size_always(engine: Path) -> None:
-    (engine / "weights" / "target.bin").write_bytes(b"weighty")
+    (engine / "weights.bin").write_bytes(b"weighty")
     open_engine_dir(engine, verify="size")
-    with pytest.raises(EngineDirError, match=r"target\.bin has SHA-256 .* the file was changed"):
+    with pytest.raises(EngineDirError, match=r"weights\.bin has SHA-256 .* the file was changed"):
         open_engine_dir(engine)
-    (engine / "weights" / "target.bin").write_bytes(b"weigh")
+    (engine / "weights.bin").write_bytes(b"weigh")
     for verify in ("size", "hash"):
         with pytest.raises(EngineDirError, match="has 5 bytes, manifest.json says 7"):
             open_engine_dir(engine, verify=verify)  # type: ignore[arg-type]
-    (engine / "weights" / "target.bin").unlink()
-    with pytest.raises(EngineDirError, match=r"lacks its file weights/target\.bin"):
+    (engine / "weights.bin").unlink()
+    with pytest.raises(EngineDirError, match=r"lacks its file weights\.bin"):
         open_engine_dir(engine)
 
 
@@ -132,8 +186,20 @@ def test_a_changed_byte_is_found_by_hash_and_a_changed_size_always(engine: Path)
         (lambda m: m.pop("schema_version"), "schema version None, this dspark reads 1"),
         (lambda m: m.update(colour="red"), "unknown keys: colour"),
         (lambda m: m.pop("limits"), "lacks the keys: limits"),
-        (lambda m: m["limits"].update(max_batch_size=0), "max_batch_size must be >= 1, got 0"),
+        (lambda m: m["limits"].update(max_batch_size=0), r"max_batch_size must be in \[1, 2147483647\], got 0"),
         (lambda m: m.update(page_size="32"), "page_size must be int, got str '32'"),
+        (lambda m: m["limits"].update(max_seq_len=2**31), r"max_seq_len must be in \[1, 21474"),
+        (lambda m: m.update(page_size=0), r"page_size must be an integer in \[1, 1024\], got 0"),
+        (lambda m: m.update(page_size=1025), r"page_size must be an integer in .* got 1025"),
+        (lambda m: m["target"].pop("vocab_size"), r"target.vocab_size must be .* got None"),
+        (lambda m: m["target"].update(vocab_size=True), r"target.vocab_size must be .* got True"),
+        (lambda m: m["target"].update(eos_token_ids=[50]), r"eos_token_ids must .* 49\], got 50"),
+        (lambda m: m["target"].update(eos_token_ids=3), r"must be a list of token ids, got 3"),
+        (lambda m: m["target"].update(layer=[]), r"target.layer must be an object"),
+        (lambda m: m["target"]["layer"].update(head_dim="8"), r"layer.head_dim must be .* '8'"),
+        (lambda m: m.update(drafter={**DRAFTER, "block_size": 65}), r"block_size must .* got 65"),
+        (lambda m: m.update(drafter=DIMS), r"drafter.block_size must be .* got None"),
+        (lambda m: m.update(drafter={**DRAFTER, "vocab_size": 9}), r"the target's \(50\), got 9"),
         (lambda m: m["checkpoint"].update(name="/home/me/model"), "must be no path"),
         (lambda m: m["files"].update({"../x": {"bytes": 1, "sha256": ""}}), "got '../x'"),
         (lambda m: m["files"].update({"/etc/passwd": {"bytes": 1, "sha256": ""}}), "/etc/passwd"),
@@ -205,7 +271,7 @@ def test_a_link_to_an_engine_is_followed(engine: Path) -> None:
     link.symlink_to(engine)
     write(link, b"newer")
     assert link.is_symlink()
-    assert open_engine_dir(link).file("weights/target.bin").read_bytes() == b"newer"
+    assert open_engine_dir(link).file("weights.bin").read_bytes() == b"newer"
 
 
 @pytest.fixture
@@ -220,7 +286,7 @@ def small_file_limit() -> Iterator[None]:
 def test_a_file_past_the_limit_leaves_the_old_engine(engine: Path) -> None:
     with pytest.raises(EngineDirError, match=r"stopped: File too large .* is unchanged"):
         write(engine, b"x" * (2 << 20))
-    assert open_engine_dir(engine).manifest.files["weights/target.bin"].bytes == 7
+    assert open_engine_dir(engine).manifest.files["weights.bin"].bytes == 7
     assert [path.name for path in engine.parent.iterdir()] == ["engine"]
 
 

@@ -35,8 +35,10 @@ def write(output, text, pause=None):
         with staged.create("b") as file:
             file.write(text.encode())
         staged.describe(Manifest(
-            dspark_version="0", versions={}, created="", backend="onnxruntime", dtype="float32",
-            quantize="none", checkpoint=CheckpointInfo("m", "gguf", "", "f32"), target={},
+            dspark_version="0", versions={}, created="", backend="tensorrt", dtype="float32",
+            quantize="none", checkpoint=CheckpointInfo("m", "gguf", "", "f32"), target={
+                "num_layers": 1, "vocab_size": 9, "eos_token_ids": [],
+                "layer": {"num_kv_heads": 1, "head_dim": 2}},
             limits=Limits(1, 1, 1, 1), page_size=32))
         if pause == "before swap":
             directory_swap._take_place = lambda staged, target: wait()

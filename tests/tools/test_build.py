@@ -25,7 +25,12 @@ def fake_engine(options: builder.BuildOptions) -> None:
                 dtype=options.dtype,
                 quantize=options.quantize,
                 checkpoint=CheckpointInfo(options.model.name, "gguf", "", "Q4_1"),
-                target={},
+                target={
+                    "num_layers": 1,
+                    "vocab_size": 9,
+                    "eos_token_ids": [],
+                    "layer": {"num_kv_heads": 1, "head_dim": 2},
+                },
                 limits=Limits(1, 1, 2, 1),
                 page_size=options.page_size,
             )
