@@ -1,8 +1,10 @@
 """Which requests a step works on: admission, chunked prefill, page grants, preemption.
 
 Waiting requests are admitted in order of arrival while a slot is free and the pool can hold their
-context and the first steps. A step runs prefill chunks, up to `max_num_tokens` rows, or decodes all
-that are past prefill; a backend that gains from mixing does both at once (`mixed`). Pages are
+context and the first steps. A step runs prefill chunks or decodes those that are past prefill; a
+backend that gains from mixing does both at once (`mixed`). It has at most `max_num_tokens` rows, a
+request that decodes one of them (its drafts share what is left: engine.py); where those do not
+suffice for all, the requests that decoded longest ago come first. Pages are
 granted `lookahead` tokens ahead of what a request has; where the pool is empty the youngest request
 gives its pages back and is computed again later (its tokens, logprobs and step ordinal stay).
 """
@@ -44,6 +46,16 @@ class ScheduledStep:
     def empty(self) -> bool:
         return not self.chunks and not self.decode
 
+    @property
+    def rows(self) -> int:
+        """Rows without drafts: of the chunks, and one per decoding request."""
+        return sum(c.end - c.start for c in self.chunks) + len(self.decode)
+
+    @property
+    def requests(self) -> set[Request]:
+        """All whose slots the step fills, reads or moves."""
+        return {*(c.request for c in self.chunks), *self.decode, *self.joined, *self.grown}
+
 
 def context_len(request: Request) -> int:
     """Tokens whose K/V must be there before the request decodes: all but the newest one drawn."""
@@ -79,6 +91,8 @@ class Batcher:
         self.running: list[Request] = []  # in order of admission
         self.preemptions = 0
         self._slots = list(range(num_slots - 1, -1, -1))
+        self._step = 0
+        self._served = [0] * num_slots  # the step in which a slot's request decoded last, or joined
 
     @property
     def idle(self) -> bool:
@@ -100,9 +114,10 @@ class Batcher:
                 "pages"
             )
 
-    def schedule(self) -> ScheduledStep:
-        """The next step's work; empty where nothing waits or runs."""
-        step = ScheduledStep()
+    def schedule(self, step: ScheduledStep | None = None) -> ScheduledStep:
+        """The next step's work, put into `step` as it is found; empty where nothing is to do."""
+        step = ScheduledStep() if step is None else step
+        self._step += 1
         self._admit(step)
         budget = self.max_num_tokens
         for request in self.running:
@@ -112,16 +127,16 @@ class Batcher:
                 step.chunks.append(ScheduledChunk(request, request.kv_len, end))
                 budget -= end - request.kv_len
         if self.mixed or not step.chunks:
-            self._decode(step)
+            self._decode(step, budget)
         return step
 
     def release(self, request: Request) -> None:
-        """Take a finished request's slot and pages back."""
+        """Take a request's slot and pages back, wherever it stands."""
+        if request in self.waiting:
+            self.waiting.remove(request)
         if request in self.running:
             self.running.remove(request)
             self._give_back(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
 
     def _admit(self, step: ScheduledStep) -> None:
         while self.waiting and self._slots:
@@ -129,19 +144,24 @@ class Batcher:
             tokens = min(context_len(request) + self.lookahead, self._most(request))
             if not self.pool.can_grow(request.pages, tokens):
                 return
+            step.joined.append(request)  # first, so that a failed step knows of it
+            self.running.append(request)
             self.waiting.popleft()
             self.pool.grow(request.pages, tokens)
             request.slot = self._slots.pop()
             request.status = Status.RUNNING
-            self.running.append(request)
-            step.joined.append(request)
+            self._served[request.slot] = self._step
 
-    def _decode(self, step: ScheduledStep) -> None:
-        for request in list(self.running):
-            if request.slot is None or request.kv_len < context_len(request):
-                continue
-            if self._granted(request, step):
+    def _decode(self, step: ScheduledStep, rows: int) -> None:
+        ready = [r for r in self.running if r.kv_len >= context_len(r)]
+        if len(ready) > rows:
+            ready.sort(key=lambda r: self._served[r.slot])  # type: ignore[index]
+        for request in ready:
+            if len(step.decode) == rows:
+                return
+            if request.slot is not None and self._granted(request, step):
                 step.decode.append(request)
+                self._served[request.slot] = self._step
 
     def _granted(self, request: Request, step: ScheduledStep) -> bool:
         """Make room for the next steps of `request`, at the cost of younger ones, then itself."""
@@ -158,15 +178,17 @@ class Batcher:
     def _preempt(self, request: Request, step: ScheduledStep) -> None:
         self.preemptions += 1
         step.chunks = [c for c in step.chunks if c.request is not request]
-        step.joined = [r for r in step.joined if r is not request]
+        for listed in (step.decode, step.joined, step.grown):
+            if request in listed:
+                listed.remove(request)
         self.running.remove(request)
         self._give_back(request)
         request.status = Status.WAITING
         self.waiting.appendleft(request)
 
     def _give_back(self, request: Request) -> None:
-        assert request.slot is not None
-        self._slots.append(request.slot)
+        if request.slot is not None:  # None where its admission was interrupted
+            self._slots.append(request.slot)
         self.pool.release(request.pages)
         request.slot = None
         request.kv_len = 0

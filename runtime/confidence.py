@@ -1,9 +1,9 @@
-"""From confidence logits to survival.
+"""From confidence logits to probabilities.
 
-    c_k = sigmoid(conf_logits_k / sts_k),   a_k = prod_{i <= k} c_i
+    c_k = sigmoid(conf_logits_k / sts_k)
 
-c_k is the chance that draft k is accepted given that all before it were; a_k that the first k all
-are. What is not a number counts as 0. Without a confidence head the logits are +inf, so c = a = 1.
+c_k is the chance that draft k is accepted given that all before it were. What is not a number
+counts as 0. Without a confidence head the logits are +inf, so c = 1.
 """
 
 from __future__ import annotations
@@ -16,8 +16,3 @@ def probabilities(conf_logits: np.ndarray, sts: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         c = 1.0 / (1.0 + np.exp(-(conf_logits.astype(np.float64) / sts)))
     return np.nan_to_num(c, nan=0.0)
-
-
-def survival(conf_logits: np.ndarray, sts: np.ndarray) -> np.ndarray:
-    """a [B, G] f64, never rising along a row."""
-    return np.cumprod(probabilities(conf_logits, sts), axis=1)

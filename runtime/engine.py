@@ -5,18 +5,22 @@
 3. draft      tokens, their logits and confidences                        draft graph
 4. verify     K/V written, drafts judged, state committed                 verify graph
 5. commit     the host appends tokens, ends requests, frees their pages   request.py
+
+A step that fails, or is interrupted, may have moved the device's state and not the host's. So every
+request that it worked on ends with "error" and gives slot and pages back; all others go on.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
+from contextlib import ExitStack
 
 import numpy as np
 
 from dspark_trt.runtime.batcher import Batcher, ScheduledStep, context_ids
-from dspark_trt.runtime.budget import BudgetView, Policy
+from dspark_trt.runtime.budget import BudgetView, Policy, asked_budget, asked_lengths
 from dspark_trt.runtime.confidence import probabilities
 from dspark_trt.runtime.executor_onnxruntime import (
     Drafts,
@@ -27,7 +31,7 @@ from dspark_trt.runtime.executor_onnxruntime import (
 from dspark_trt.runtime.logprobs import LogitRows
 from dspark_trt.runtime.metrics import Metrics
 from dspark_trt.runtime.ragged import Chunk, pack_step
-from dspark_trt.runtime.request import Request
+from dspark_trt.runtime.request import FinishReason, Request
 from dspark_trt.runtime.sampling import Uniforms, draw_uniforms, row_edits
 
 
@@ -50,21 +54,35 @@ class Engine:
 
     def cancel(self, request: Request) -> None:
         """End a request between two steps; its slot and pages are free at once."""
-        request.finish("cancelled")
-        self.batcher.release(request)
+        self._end([request], "cancelled")
 
     def step(self) -> list[Request]:
-        """Run one step; gives the requests that gained tokens or ended."""
+        """Run one step; gives the requests that gained tokens or ended.
+
+        Whatever is raised in it comes through, after the step's requests have ended with "error".
+        """
         started = time.perf_counter()
-        plan = self.batcher.schedule()
-        if plan.empty:
-            return []
-        self._step += 1
-        self._fill_slots(plan)
-        drafts, verdict = self._run(plan)
-        touched = self._commit(plan, verdict)
+        plan = ScheduledStep()
+        try:
+            self.batcher.schedule(plan)
+            if plan.empty:
+                return []
+            self._step += 1
+            self._fill_slots(plan)
+            drafts, verdict = self._run(plan)
+            touched = self._commit(plan, verdict)
+        except BaseException:
+            self._end(plan.requests, "error")
+            raise
         self._count(plan, drafts, verdict, time.perf_counter() - started)
         return touched
+
+    def _end(self, requests: Iterable[Request], reason: FinishReason) -> None:
+        """Release and finish them all, also where the finish of one raises."""
+        with ExitStack() as all_of_them:
+            for request in requests:
+                all_of_them.callback(request.finish, reason)
+                all_of_them.callback(self.batcher.release, request)  # the last one is called first
 
     def _fill_slots(self, plan: ScheduledStep) -> None:
         state = self.executor.state
@@ -78,7 +96,7 @@ class Engine:
     def _run(self, plan: ScheduledStep) -> tuple[Drafts | None, Verdict]:
         """Draft and verify."""
         uniforms = self._uniforms(plan)
-        drafts, caps, budget = self._draft(plan.decode, uniforms, len(plan.chunks))
+        drafts, caps, budget = self._draft(plan, uniforms)
         chunks = [
             Chunk(
                 slot=c.request.slot,  # type: ignore[arg-type]
@@ -125,24 +143,25 @@ class Engine:
         return Uniforms(*(np.ascontiguousarray(part) for part in parts))
 
     def _draft(
-        self, requests: Sequence[Request], uniforms: Uniforms, chunks: int
+        self, plan: ScheduledStep, uniforms: Uniforms
     ) -> tuple[Drafts | None, np.ndarray | None, int]:
-        """Drafts, bounds of the lengths [B], and K."""
-        if not requests or not self.block_size:
+        """Drafts, bounds of the lengths [B], and K; all rows are at most max_num_tokens."""
+        if not plan.decode or not self.block_size:
             return None, None, 0
-        room = np.array([self._room(r) for r in requests], np.int32)
-        view = BudgetView(room, self._lagged_conf_logits(), self.executor.sts)
-        budget = min(self.policy.budget(view), int(room.sum()))
+        room = np.array([self._room(r) for r in plan.decode], np.int32)
+        view = BudgetView(room.copy(), self._lagged_conf_logits(), self.executor.sts)
+        rows_left = self.batcher.max_num_tokens - plan.rows
+        budget = min(asked_budget(self.policy, view), int(room.sum()), rows_left)
         if budget <= 0:
             return None, None, 0
-        slots = np.array([r.slot for r in requests], np.int32)
-        drafts = self.executor.draft(slots, uniforms.draft[chunks:])
+        slots = np.array([r.slot for r in plan.decode], np.int32)
+        drafts = self.executor.draft(slots, uniforms.draft[len(plan.chunks) :])
         self._conf_logits.append((self._step, drafts.conf_logits))
         caps = room
         if self.policy.synchronous:
             conf = probabilities(drafts.conf_logits, self.executor.sts)
-            caps = np.clip(self.policy.lengths(conf, room), 0, room).astype(np.int32)
-            budget = int(caps.sum())
+            caps = asked_lengths(self.policy, conf, room)
+            budget = min(int(caps.sum()), rows_left)
         return drafts, caps, budget
 
     def _lagged_conf_logits(self) -> np.ndarray | None:

@@ -18,13 +18,18 @@ from typing import Any, Literal
 import numpy as np
 
 from dspark_trt.runtime.batcher import Batcher
-from dspark_trt.runtime.budget import NoDraft, Policy, Static
+from dspark_trt.runtime.budget import NoDraft, Policy, Static, check_policy
 from dspark_trt.runtime.engine import Engine
 from dspark_trt.runtime.engine_dir import EngineDirError, open_engine_dir
 from dspark_trt.runtime.executor_onnxruntime import OnnxRuntimeExecutor
 from dspark_trt.runtime.kv_cache import PagePool
 from dspark_trt.runtime.request import FinishReason, Request, TokenLogprobs, new_request
-from dspark_trt.runtime.sampling_params import RequestError, SamplingParams, refuse
+from dspark_trt.runtime.sampling_params import (
+    RequestError,
+    SamplingParams,
+    checked_int,
+    refuse,
+)
 from dspark_trt.runtime.tokenizer import Tokenizer
 
 __all__ = ["LLM", "Completion", "Delta", "RequestError", "SamplingParams"]
@@ -48,6 +53,7 @@ class Completion:
     logprobs: list[TokenLogprobs] | None  # one per token, where asked for
     context_logits: np.ndarray | None = None  # [prompt tokens, V] f32
     generation_logits: np.ndarray | None = None  # [tokens, V] f32
+    context_limited: bool = False  # "length" because the context ended before max_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +81,15 @@ class LLM:
     ) -> None:
         """Open an engine; `EngineDirError` says what is wrong with it.
 
-        policy: how much is verified; None = `Static()` where the engine has a drafter.
+        policy: how much is verified; None = `Static()` where the engine has a drafter;
+        `PolicyError` where it is none, or needs confidences that the engine does not give.
         kv_pages: K/V pages, None = enough for max_batch_size requests of max_seq_len tokens.
         threads: of ONNX Runtime, 0 = one per core. verify: check files by hash or by size.
         """
+        advice = "give None for the engine's full batch"
+        if kv_pages is not None:
+            kv_pages = checked_int("kv_pages", kv_pages, low=1, advice=advice)
+        threads = checked_int("threads", threads, low=0, high=1024, advice="0 = one per core")
         checked = open_engine_dir(Path(engine_dir), verify=verify)
         self.manifest = checked.manifest
         if self.manifest.backend != "onnxruntime":
@@ -91,9 +102,11 @@ class LLM:
         page_size = self.manifest.page_size
         longest = -(-limits.max_seq_len // page_size)
         pages = limits.max_batch_size * longest if kv_pages is None else kv_pages
-        if pages < 1:
-            raise refuse("kv_pages", kv_pages, ">= 1", "give None for the engine's full batch")
         block = int(drafter["block_size"]) if drafter else 0  # type: ignore[call-overload]
+        if policy is None:
+            policy = Static() if block else NoDraft()
+        head = bool(drafter and drafter.get("confidence_head"))
+        check_policy(policy, drafter=block > 0, confidence_head=head)
         self.vocab_size = int(self.manifest.target["vocab_size"])  # type: ignore[call-overload]
         ends: Any = self.manifest.target["eos_token_ids"]
         self.eos_token_ids: tuple[int, ...] = tuple(ends)
@@ -113,7 +126,7 @@ class LLM:
             max_num_tokens=limits.max_num_tokens,
             lookahead=2 * (block + 1),
         )
-        self.engine = Engine(self.executor, batcher, policy or (Static() if block else NoDraft()))
+        self.engine = Engine(self.executor, batcher, policy)
         self._ids = count()
 
     def generate(
@@ -130,7 +143,7 @@ class LLM:
         params: one for all, or one per prompt. Completions come in the prompts' order, the
         `params.n` sequences of a prompt one after another. Everything is checked before the first
         step: `RequestError` names the field, the value and the bound. `progress` is called with
-        (sequences done, sequences in all).
+        (sequences done, sequences in all). No prompts, no completions.
         """
         self._check_gather(return_context_logits, return_generation_logits)
         listed = as_list(prompts)
@@ -162,8 +175,13 @@ class LLM:
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Complete one prompt step by step; the deltas' texts join to the whole text.
 
-        Leaving the iteration early cancels the request.
+        Leaving the iteration early cancels the request. The last delta's finish_reason is "error"
+        where a step failed for another caller and took this request with it.
         """
+        several = isinstance(prompt, (list, tuple)) and len(prompt) > 0
+        if several and all(isinstance(p, (Sequence, np.ndarray)) for p in prompt):  # texts or lists
+            advice = "call generate for several prompts"
+            raise refuse("prompt", prompt, "one text or flat list of ids in a stream", advice)
         requests = self._requests([self._encode(prompt)], params, stream_text=True)
         if len(requests) != 1:
             raise refuse("n", len(requests), "1 in a stream", "call generate for several sequences")
@@ -172,9 +190,9 @@ class LLM:
     def _deltas(self, request: Request) -> Iterator[Delta]:
         stream = request.text_stream
         assert stream is not None
-        self.engine.add(request)
         sent = 0
         try:
+            self.engine.add(request)
             while True:
                 if not request.finished:
                     self.engine.step()
@@ -247,11 +265,10 @@ class LLM:
         try:
             for request in requests:
                 self.engine.add(request)
-            running = {r for r in requests if not r.finished}
-            reported = -1
-            while not self.engine.batcher.idle:
-                running.difference_update(r for r in self.engine.step() if r.finished)
-                done = len(requests) - len(running)
+            reported, done = -1, sum(r.finished for r in requests)
+            while done < len(requests):
+                self.engine.step()
+                done = sum(r.finished for r in requests)  # others' steps may have ended some too
                 if progress is not None and done != reported:
                     progress(done, len(requests))
                     reported = done
@@ -279,6 +296,7 @@ class LLM:
             logprobs=request.logprobs,
             context_logits=context,
             generation_logits=generated,
+            context_limited=request.context_limited,
         )
 
     def _check_gather(self, context: bool, generation: bool) -> None:

@@ -11,7 +11,10 @@ Where the output ends, token by token in the order of generation:
    counted; a stop id is emitted only with `include_stop`;
 2. the token that completes a stop string: finish "stop", cut as text_stream.py says, which may
    reach back into earlier steps: ids, logprobs and accepted_lengths are cut at the same token;
-3. `max_tokens`, or the end of the context: finish "length".
+3. `max_tokens`, or the end of the context: finish "length" (`context_limited` tells which).
+
+Two ends come from outside: "cancelled", and "error" where a step failed that the request was part
+of (engine.py). Its output is then what was committed so far.
 """
 
 from __future__ import annotations
@@ -92,6 +95,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is Status.FINISHED
+
+    @property
+    def context_limited(self) -> bool:
+        """Whether the context's end, not `params.max_tokens`, ended the output."""
+        return self.finish_reason == "length" and self.max_tokens < self.params.max_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -220,6 +228,22 @@ def bad_word_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> list[tu
     return words
 
 
+def check_bans(request: Request, vocab_size: int) -> None:
+    """Refuse bans that leave no token to draw at the first position.
+
+    Longer bad words can come to that later on, after what precedes their last ids: where every
+    token is banned none of the bans counts for more than another, and the lowest id is drawn.
+    """
+    banned = set(request.bad_words.single) if request.bad_words is not None else set()
+    if request.params.min_tokens > 0:
+        banned |= request.end_ids
+    if request.max_tokens > 0 and len(banned) >= vocab_size:
+        raise RequestError(
+            f"bad_words (and the end ids, before min_tokens) must leave a token to draw, they ban "
+            f"all {vocab_size}: leave some out"
+        )
+
+
 def new_request(
     *,
     request_id: str,
@@ -255,7 +279,7 @@ def new_request(
             min_tokens=params.min_tokens,
         )
     ids = [int(id_) for id_ in prompt_ids]
-    return Request(
+    request = Request(
         request_id=request_id,
         prompt_ids=ids,
         params=params,
@@ -266,3 +290,5 @@ def new_request(
         bad_words=BadWords.from_ids(bad_word_ids(params, tokenizer)),
         text_stream=stream,
     )
+    check_bans(request, vocab_size)
+    return request

@@ -288,5 +288,5 @@ def test_logits_need_an_engine_built_for_them(pair_engine: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("pages", [0, -3])
 def test_a_cache_has_pages(pair_engine: Path, pages: int) -> None:
-    with pytest.raises(RequestError, match=f"kv_pages must be >= 1, got {pages}"):
+    with pytest.raises(RequestError, match=f"kv_pages must be an integer >= 1, got {pages}"):
         LLM(pair_engine, kv_pages=pages)
