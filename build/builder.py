@@ -14,12 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from dspark_trt.build.checkpoint import open_drafter, open_target, share_with_target
-from dspark_trt.build.config import DrafterDims, TargetDims, require
+from dspark_trt.build.config import ConfigError, TargetDims, require
 from dspark_trt.build.drafter import DraftGraph
 from dspark_trt.build.graph import ModelWriter
-from dspark_trt.build.perplexity import DEFAULT_TEXT, text_ids
+from dspark_trt.build.paths import check_paths
+from dspark_trt.build.perplexity import DEFAULT_TEXT, gives_finite_logits, text_ids
 from dspark_trt.build.quantize import BITS, Quantizer
-from dspark_trt.build.source import DrafterCheckpoint, TargetCheckpoint, WeightSource
+from dspark_trt.build.source import (
+    CheckpointError,
+    DrafterCheckpoint,
+    TargetCheckpoint,
+    WeightSource,
+)
 from dspark_trt.build.target import Drafter, TargetGraph
 from dspark_trt.build.weights import WeightsFile
 from dspark_trt.build.widen import TARGET_GRAPH, write_quantized
@@ -27,13 +33,13 @@ from dspark_trt.runtime.engine_dir import (
     CheckpointInfo,
     Limits,
     Manifest,
-    check_output,
     read_manifest,
     write_engine_dir,
 )
 
 WEIGHTS, DRAFT_GRAPH = "weights.bin", "draft.onnx"
 MAX_TEXT_TOKENS = 4096  # of the text that quantisation is measured on
+PROBE_TOKENS = 16
 BACKENDS = ("onnxruntime",)
 DTYPES = ("float32",)
 DEFAULT_SEQ_LEN = 4096  # where the checkpoint allows more and nobody asked
@@ -84,6 +90,27 @@ class BuildOptions:
             if value is not None:
                 require(value >= low, f"{flag} must be >= {low}, got {value}")
                 require(high is None or value <= high, f"{flag} must be <= {high}, got {value}")
+
+    def check_paths(self) -> None:
+        """Refuse an output that overlaps what is read, or that holds more than an engine."""
+        check_paths(
+            self.output,
+            {"--model": self.model, "--drafter": self.drafter, "--tokenizer": self.tokenizer},
+        )
+
+    def text(self) -> str:
+        """The text that quantisation is measured on."""
+        path = self.perplexity_text or DEFAULT_TEXT
+        try:
+            return path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"--perplexity-text {path} cannot be read: {error.strerror or error}"
+            ) from None
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"--perplexity-text {path} must be UTF-8 text, byte {error.start} is not"
+            ) from None
 
     def limits(self, target: TargetDims) -> Limits:
         """The engine's limits, checked against the checkpoint's context."""
@@ -139,42 +166,46 @@ def build_engine(
     Everything that can be refused is refused before the first weight is read: `CheckpointError`,
     `ConfigError` and `EngineDirError` name the field or file, the value and the bound.
     """
-    check_output(options.output)
+    options.check_paths()
+    text = options.text()
     target = open_target(options.model, options.tokenizer)
     drafter = None
     if options.drafter:
         drafter = share_with_target(open_drafter(options.drafter, target.dims), target.weights)
     limits = options.limits(target.dims)
+    ids = text_ids(target.tokenizer.tokenizer_json, text)[:MAX_TEXT_TOKENS]
+    require(
+        options.quantize == "none" or len(ids) > 1,
+        f"--perplexity-text {options.perplexity_text} has no text to measure on",
+    )
     with write_engine_dir(
-        options.output, expected_bytes=_expected_bytes(target, drafter, options.quantize)
+        options.output, expected_bytes=_expected_bytes(target, drafter)
     ) as staged:
-        measured = _write_graphs_as(options, staged.path, target, drafter, progress, say)
+
+        def write(to: Path, quantizer: Quantizer) -> None:
+            write_graphs(to, target, drafter, options, quantizer, progress)
+
+        measured: dict[str, float] = {}
+        if options.quantize == "none":
+            write(staged.path, Quantizer())
+            _probe(staged.path / TARGET_GRAPH, options.model, target.dims)
+        else:
+            measured = write_quantized(staged.path, options.quantize, ids, write, say)
         _write_tokenizer(staged.path, target)
         manifest = _manifest(options, target, drafter, limits, measured)
         staged.describe(manifest)
     return read_manifest(options.output)
 
 
-def _write_graphs_as(
-    options: BuildOptions,
-    folder: Path,
-    target: TargetCheckpoint,
-    drafter: DrafterCheckpoint | None,
-    progress: Progress | None,
-    say: Callable[[str], None],
-) -> dict[str, float]:
-    """Graphs and weights at the width asked for; what was measured on the way."""
-
-    def write(to: Path, quantizer: Quantizer) -> None:
-        write_graphs(to, target, drafter, options, quantizer, progress)
-
-    if options.quantize == "none":
-        write(folder, Quantizer())
-        return {}
-    text = (options.perplexity_text or DEFAULT_TEXT).read_text(encoding="utf-8")
-    ids = text_ids(target.tokenizer.tokenizer_json, text)[:MAX_TEXT_TOKENS]
-    require(len(ids) > 1, f"--perplexity-text {options.perplexity_text} has no text to measure on")
-    return write_quantized(folder, options.quantize, ids, write, say)
+def _probe(graph: Path, model: Path, dims: TargetDims) -> None:
+    """Refuse a model that computes NaN or infinities from finite weights."""
+    ids = np.linspace(0, dims.vocab_size - 1, min(PROBE_TOKENS, dims.max_position)).astype(int)
+    if not gives_finite_logits(graph, ids.tolist()):
+        raise CheckpointError(
+            f"{model}: the model gives non-finite logits: a prompt of {len(ids)} tokens over the "
+            "vocabulary does not end in finite numbers. The checkpoint is damaged, or its config "
+            "(rope, rms_norm_eps) is not the one it was trained with"
+        )
 
 
 def write_graphs(
@@ -186,11 +217,7 @@ def write_graphs(
     progress: Progress | None,
 ) -> None:
     """Weights and graphs into `directory`, each tensor read once and dropped once written."""
-    total = sum(
-        4 * int(np.prod(source.shape(name)))
-        for source in (target.weights, *([drafter.weights] if drafter else []))
-        for name in source.names()
-    )
+    total = _read_bytes(target, drafter)
     done = 0
 
     def report(nbytes: int, name: str) -> None:
@@ -213,21 +240,21 @@ def write_graphs(
         writer.save(directory / name, name.removesuffix(".onnx"))
 
 
-def _expected_bytes(
-    target: TargetCheckpoint, drafter: DrafterCheckpoint | None, quantize: str
-) -> int:
-    """Bytes the engine will take, roughly: what is refused early where the disk lacks them."""
+def _read_bytes(target: TargetCheckpoint, drafter: DrafterCheckpoint | None) -> int:
+    """Bytes of all tensors of the checkpoints, in float32."""
+    sources = (target.weights, *([drafter.weights] if drafter else []))
+    return sum(4 * int(np.prod(s.shape(name))) for s in sources for name in s.names())
 
-    def count(dims: TargetDims | DrafterDims, source: WeightSource) -> int:
-        matrices = sum(int(np.prod(source.shape(n))) for n in source.names())
-        table = dims.vocab_size * dims.layer.hidden_size
-        bits = BITS[quantize] or 32
-        # A quantised engine stands beside its float32 form for a while.
-        return int(8 * table + 4 * matrices + (matrices * 9 / 8 if bits < 32 else 0))
 
-    return count(target.dims, target.weights) + (
-        count(drafter.dims, drafter.weights) if drafter else 0
-    )
+def _expected_bytes(target: TargetCheckpoint, drafter: DrafterCheckpoint | None) -> int:
+    """The most that a build has on the disk at once: what is refused early where it is not free.
+
+    That is the float32 form, a tied head stored twice. A quantised build writes that form too,
+    measures it and removes it, and what comes after is smaller.
+    """
+    dims = target.dims
+    table = 4 * dims.vocab_size * dims.layer.hidden_size
+    return _read_bytes(target, drafter) + (table if dims.tie_word_embeddings else 0)
 
 
 def _write_tokenizer(directory: Path, target: TargetCheckpoint) -> None:

@@ -84,8 +84,9 @@ def open_drafter(path: Path, target: TargetDims) -> DrafterCheckpoint:
     """Open a DSpark drafter (DeepSpec's format, or our compact int8 one) made for `target`."""
     path = Path(path)
     if not (path / "config.json").is_file():
+        fault = "has no config.json" if path.is_dir() else "is no folder"
         raise CheckpointError(
-            f"{path} has no config.json; expected a DSpark drafter's folder in DeepSpec's format "
-            "(config.json and model.safetensors)"
+            f"{path} {fault if path.exists() else 'does not exist'}; expected a DSpark drafter's "
+            "folder in DeepSpec's format (config.json and model.safetensors)"
         )
     return open_deepspec(path, target)

@@ -82,7 +82,10 @@ class LayerDims:
             f"num_key_value_heads ({self.num_kv_heads})",
         )
         require(self.head_dim % 2 == 0, f"head_dim must be even for RoPE, got {self.head_dim}")
-        require(self.rms_norm_eps > 0, f"rms_norm_eps must be > 0, got {self.rms_norm_eps}")
+        require(
+            1e-12 <= self.rms_norm_eps <= 1,
+            f"rms_norm_eps must be in [1e-12, 1], got {self.rms_norm_eps}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

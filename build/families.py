@@ -95,8 +95,11 @@ def family_of(config: Fields) -> Family:
 
 
 def rope_of(config: Fields) -> Rope:
-    """Rotary parameters, from `rope_parameters` or from `rope_theta` and `rope_scaling`."""
-    name = "rope_parameters" if config.has("rope_parameters") else "rope_scaling"
+    """Rotary parameters; as in Transformers, `rope_scaling` replaces `rope_parameters` as a whole.
+
+    What the section that counts lacks comes from the config itself, not from the other section.
+    """
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     scaling = config.section(name)
     theta = scaling.number("rope_theta", config.number("rope_theta", DEFAULT_THETA))
     for fields in (config, scaling):

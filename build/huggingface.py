@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dspark_trt.build.families import family_of, target_dims
@@ -28,12 +29,15 @@ def open_huggingface(folder: Path, tokenizer_folder: Path | None = None) -> Targ
     config = Fields(str(path), read_object(path))
     generation = read_generation_config(folder)
     with naming(path):
-        ends = eos_ids(Fields(str(folder / "generation_config.json"), generation), config)
-        family = family_of(config)
-        target_dims(config, family)  # the config's own faults come before the tokenizer's
-        tokenizer = read_tokenizer(tokenizer_folder or folder, ends)
-        dims = target_dims(config, family, eos_token_ids=_eos(tokenizer.config["eos_token_ids"]))
+        dims = target_dims(config, family_of(config))
+    ends = eos_ids(
+        Fields(str(folder / "generation_config.json"), generation),
+        config,
+        vocab_size=dims.vocab_size,
+    )
+    tokenizer = read_tokenizer(tokenizer_folder or folder, ends)
     check_vocabulary(tokenizer, dims.vocab_size, where=tokenizer_folder or folder)
+    dims = replace(dims, eos_token_ids=_eos(tokenizer.config["eos_token_ids"]))
     files = open_shards(folder)
     require_floats(files)
     return TargetCheckpoint(

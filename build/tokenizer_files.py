@@ -5,6 +5,7 @@ Also `generation_config.json`, since it says which tokens end a text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from dspark_trt.build.json_file import Fields, read_object, read_text
 from dspark_trt.build.source import CheckpointError, TokenizerFiles
 
 SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+DECODERS = frozenset({"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"})
 MAX_TOKENIZER_BYTES = 1 << 28
 MAX_TEMPLATE_BYTES = 1 << 20
 
@@ -41,6 +43,11 @@ def read_tokenizer(folder: Path, eos_token_ids: tuple[int, ...]) -> TokenizerFil
     text = read_text(path, max_bytes=MAX_TOKENIZER_BYTES)
     with tokenizer_faults(f"{path} is not a working tokenizer.json"):
         tokenizer = Tokenizer.from_str(text)
+        _check_decoder(path, text)
+        if tokenizer.truncation or tokenizer.padding:  # left by its last use: no part of the model
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            text = tokenizer.to_str()
         prefix = tokenizer.encode("a", add_special_tokens=True).ids[:1]
     config = _optional_object(folder / "tokenizer_config.json")
     legacy = _optional_object(folder / "special_tokens_map.json")
@@ -66,6 +73,19 @@ def read_tokenizer(folder: Path, eos_token_ids: tuple[int, ...]) -> TokenizerFil
             "vocab_size": id_bound(tokenizer),
         },
     )
+
+
+def _check_decoder(path: Path, tokenizer_json: str) -> None:
+    """Refuse decoders that the runtime cannot follow token by token."""
+    decoder = json.loads(tokenizer_json).get("decoder")
+    if decoder is None:
+        return
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    if unknown := sorted({step["type"] for step in steps} - DECODERS):
+        raise CheckpointError(
+            f"{path}: decoder {', '.join(unknown)} is not supported; supported are "
+            f"{', '.join(sorted(DECODERS))}"
+        )
 
 
 def id_bound(tokenizer: Tokenizer) -> int:
@@ -104,8 +124,9 @@ def _chat_template(folder: Path, config: Fields) -> str | None:
         return read_text(path, max_bytes=MAX_TEMPLATE_BYTES)
     value = config.get("chat_template")
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
-        value = named.get("default")
+        if not all(isinstance(i, dict) and isinstance(i.get("name"), str) for i in value):
+            raise config.fail("chat_template", "a string, or a list of {name, template}")
+        value = {item["name"]: item.get("template") for item in value}.get("default")
     if value is not None and not isinstance(value, str):
         raise config.fail("chat_template", "a string, or a list of {name, template}")
     return value
@@ -117,13 +138,13 @@ def read_generation_config(folder: Path) -> dict[str, object]:
     return read_object(path) if path.is_file() else {}
 
 
-def eos_ids(generation: Fields, config: Fields) -> tuple[int, ...]:
+def eos_ids(generation: Fields, config: Fields, *, vocab_size: int) -> tuple[int, ...]:
     """eos_token_id (one or a list) of the generation config, else of the model's config."""
     fields = generation if generation.has("eos_token_id") else config
     value = fields.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(i) is int and i >= 0 for i in ids):
-        raise fields.fail("eos_token_id", "a token id or a list of token ids")
+    if not all(type(i) is int and 0 <= i < vocab_size for i in ids):
+        raise fields.fail("eos_token_id", f"a token id or a list of them, in [0, {vocab_size})")
     return tuple(sorted(set(ids)))
 
 

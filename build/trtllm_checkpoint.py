@@ -148,12 +148,16 @@ def open_trtllm(folder: Path, tokenizer_folder: Path | None = None) -> TargetChe
         family = _family(config)
         _require_one_plain_rank(config)
         dims = _dims(config, family)
-        ends = eos_ids(Fields(str(texts / "generation_config.json"), generation), config)
-        tokenizer = read_tokenizer(texts, ends)
-        all_ends = tokenizer.config["eos_token_ids"]
-        assert isinstance(all_ends, list)
-        dims = replace(dims, eos_token_ids=tuple(all_ends))
+    ends = eos_ids(
+        Fields(str(texts / "generation_config.json"), generation),
+        config,
+        vocab_size=dims.vocab_size,
+    )
+    tokenizer = read_tokenizer(texts, ends)
     check_vocabulary(tokenizer, dims.vocab_size, where=texts)
+    all_ends = tokenizer.config["eos_token_ids"]
+    assert isinstance(all_ends, list)
+    dims = replace(dims, eos_token_ids=tuple(all_ends))
     weights = existing_file(folder / "rank0.safetensors", needed_for="the weights of rank 0")
     file = SafetensorsFile(weights)
     require_floats([file])

@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-ALIGNMENT = 65536  # the coarsest mapping granularity among the platforms of ONNX Runtime
+ALIGNMENT = 4096  # a page of memory; ONNX Runtime maps from the page that a tensor starts in
 
 
 class WeightsFile:
@@ -44,7 +44,8 @@ class WeightsFile:
         offset = -(-self._file.tell() // ALIGNMENT) * ALIGNMENT
         self._file.seek(offset)
         data = np.ascontiguousarray(array)
-        data.tofile(self._file)
+        # Not tofile: its OSError has no errno, so a full disk would not be told from other faults.
+        self._file.write(data.reshape(-1).view(np.uint8).data)
         tensor = TensorProto(
             name=name,
             dims=data.shape,

@@ -4,19 +4,37 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.runtime.engine_dir import Manifest, check_output, read_manifest
+from dspark_trt.build.paths import check_paths
+from dspark_trt.runtime.engine_dir import Manifest, read_manifest
 from dspark_trt.tools.options import integer, parser
 
 EXAMPLES = """\
   dspark build --model SmolLM2-135M-Instruct.Q4_1.gguf --output engines/smollm2
   dspark build --model ./Qwen3-4B --drafter ./dspark_qwen3_4b_block7 --output engines/qwen3
   dspark build --model ./Qwen3-4B --quantize int4 --max-seq-len 2048 --output engines/qwen3-int4"""
+
+# Flags of trtllm-build -> what stands for them here; README.md has the whole table.
+TRTLLM_RENAMED = {
+    "--checkpoint_dir": "--model",
+    "--output_dir": "--output",
+    "--tokens_per_block": "--page-size",
+    "--max_draft_len": "--drafter",
+    "--speculative_decoding_mode": "--drafter",
+}
+TRTLLM_OTHERS = (
+    "--kv_cache_type --paged_kv_cache --remove_input_padding --context_fmha --gemm_plugin "
+    "--gpt_attention_plugin --multiple_profiles --opt_num_tokens --max_beam_width --tp_size "
+    "--pp_size --workers --lora_dir --lora_plugin --max_multimodal_len "
+    "--max_prompt_embedding_table_size --weight_streaming --refit --fast_build "
+    "--profiling_verbosity"
+)
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -72,25 +90,41 @@ def add_limits(made: argparse.ArgumentParser) -> None:
     """The options that bound what the engine takes, all in tokens or requests."""
     for flag, default, text in (
         ("--max-batch-size", 8, "requests that run at once"),
-        ("--max-input-len", None, "tokens of a prompt"),
-        ("--max-seq-len", None, "tokens of prompt and output together"),
+        ("--max-input-len", None, "tokens of a prompt, default: one less than --max-seq-len"),
+        (
+            "--max-seq-len",
+            None,
+            "tokens of prompt and output together, default: the checkpoint's, at most 4096",
+        ),
         ("--max-num-tokens", 512, "tokens of one step over all requests"),
         ("--page-size", 32, "tokens of a KV page"),
     ):
-        shown = default if default is not None else "by the checkpoint"
-        made.add_argument(
-            flag,
-            type=integer(1),
-            default=default,
-            metavar="N",
-            help=f"{text}, default: {shown}",
-        )
+        shown = text if default is None else f"{text}, default: {default}"
+        made.add_argument(flag, type=integer(1), default=default, metavar="N", help=shown)
+
+
+def flag_hint(argv: Sequence[str], known: Collection[str]) -> str | None:
+    """What to give instead of the first flag that is spelled as trtllm-build's; None: no such."""
+    for flag in (word.split("=", 1)[0] for word in argv if word.startswith("--")):
+        dashed = flag.replace("_", "-")
+        if flag in TRTLLM_RENAMED:
+            return f"unrecognized argument {flag}: did you mean {TRTLLM_RENAMED[flag]}?"
+        if flag in TRTLLM_OTHERS.split():
+            return f"unrecognized argument {flag}: see the table of trtllm-build in README.md"
+        if dashed != flag and dashed in known:
+            return f"unrecognized argument {flag}: did you mean {dashed}?"
+    return None
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `dspark build`; the exit code."""
-    asked = vars(arguments().parse_args(argv))
-    check_output(asked["output"])  # before the libraries load, so that a slip is told at once
+    made = arguments()
+    # Before argparse, which would first miss the required flags that these stand for.
+    if hint := flag_hint(argv, re.findall("--[a-z-]+", made.format_usage())):
+        made.error(hint)
+    asked = vars(made.parse_args(argv))
+    inputs = {f"--{name}": asked[name] for name in ("model", "drafter", "tokenizer")}
+    check_paths(asked["output"], inputs)  # before the libraries load: a slip is told at once
 
     from dspark_trt.build.builder import BuildOptions, build_engine
 

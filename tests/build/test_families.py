@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -162,3 +163,34 @@ def test_wrong_layer_types_are_refused() -> None:
         dims("qwen2", use_sliding_window=True, layer_types=["full_attention"])
     with pytest.raises(ConfigError, match="layer_types must be 32 entries out of"):
         dims("qwen2", use_sliding_window=True, layer_types=["chunked_attention"] * 32)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        ({"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "linear", "factor": 2.0}),
+        ({"rope_type": "linear", "factor": 4.0}, {"type": "linear", "factor": 2.0}),
+        ({"rope_type": "default", "rope_theta": 5e5}, {"rope_type": "llama3", **LLAMA3}),
+        ({"rope_type": "linear", "factor": 4.0}, {"rope_theta": 3e4, "rope_type": "default"}),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 2e4}, {}),
+        ({"rope_type": "linear", "factor": 4.0}, None),
+    ],
+)
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 1e6}])
+def test_of_two_rope_sections_transformers_choice_counts(
+    parameters: dict[str, Any], scaling: dict[str, Any] | None, theta: dict[str, float]
+) -> None:
+    values = {"rope_parameters": parameters, "rope_scaling": scaling, **theta}
+    ours = rope_of(fields(**values))
+    theirs = LlamaConfig(**SIZES, **json.loads(json.dumps(values))).rope_parameters
+    assert ours.theta == theirs["rope_theta"]
+    kind = theirs["rope_type"]
+    assert ours.linear_factor == (theirs["factor"] if kind == "linear" else 1.0)
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    assert ours.llama3 == (tuple(theirs[k] for k in keys) if kind == "llama3" else None)
+
+
+@pytest.mark.parametrize("eps", [1e-13, 2.0])
+def test_rms_norm_eps_is_bounded(eps: float) -> None:
+    with pytest.raises(ConfigError, match=r"rms_norm_eps must be in \[1e-12, 1\], got"):
+        dims("llama", rms_norm_eps=eps)
