@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, ClassVar
 
 import jinja2
 import jinja2.ext
+import jinja2.filters
 import jinja2.nodes
 import jinja2.parser
+import jinja2.runtime
 import jinja2.sandbox
 
 from dspark_trt.runtime.sampling_params import RequestError, refuse
 
-# What a template may raise on messages it was not written for.
-_RENDER_ERRORS = (
+MAX_RENDERED = 4_000_000  # characters of a conversation
+MAX_INDENT = 16
+MAX_EXPONENT = 1024
+# What a template may raise: broken, or on messages it was not written for.
+_TEMPLATE_ERRORS = (
     jinja2.TemplateError,
-    ArithmeticError,
+    ArithmeticError,  # OverflowError too
     AttributeError,
     LookupError,
+    MemoryError,
     RecursionError,
+    SyntaxError,  # of the Python that Jinja makes
     TypeError,
     ValueError,
 )
@@ -53,6 +60,7 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Plain JSON: Jinja's own filter would escape characters for HTML."""
+    _check_indent(indent)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -60,6 +68,35 @@ def _to_json(
         separators=separators,
         sort_keys=sort_keys,
     )
+
+
+def _check_indent(width: object) -> None:
+    if isinstance(width, int) and not 0 <= width <= MAX_INDENT:
+        raise jinja2.TemplateError(f"indent must be in [0, {MAX_INDENT}], got {width}")
+
+
+def _indent(text: str, width: int | str = 4, first: bool = False, blank: bool = False) -> str:
+    _check_indent(len(width) if isinstance(width, str) else width)
+    return jinja2.filters.do_indent(text, width, first, blank)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The sandbox, with bounds on products and powers, which could take all memory or time."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(
+        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
+    ) -> Any:
+        for value, times in ((left, right), (right, left)):
+            if operator == "*" and isinstance(value, (str, bytes, list, tuple)):
+                if isinstance(times, int) and len(value) * times > MAX_RENDERED:
+                    raise jinja2.TemplateError(f"a product is over {MAX_RENDERED} long")
+            elif isinstance(value, int) and abs(value) > 1 << MAX_EXPONENT:
+                raise jinja2.TemplateError("a number is too large")
+        if operator == "**" and isinstance(right, int) and right > MAX_EXPONENT:
+            raise jinja2.TemplateError(f"an exponent is over {MAX_EXPONENT}")
+        return super().call_binop(context, operator, left, right)
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
@@ -83,12 +120,14 @@ class ChatTemplate:
     """A compiled template; `tokens` are the special tokens it may name."""
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        environment = _Environment(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[_GenerationBlock, jinja2.ext.loopcontrols],
         )
         environment.filters["tojson"] = _to_json
+        environment.filters["indent"] = _indent
+        del environment.globals["lipsum"]  # as much text as it is asked for
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
@@ -97,6 +136,11 @@ class ChatTemplate:
             raise RequestError(
                 f"the model's chat template is not valid Jinja (line {error.lineno}: "
                 f"{error.message}): use generate with a prompt"
+            ) from None
+        except _TEMPLATE_ERRORS as error:
+            raise RequestError(
+                f"the model's chat template cannot be compiled ({_reason(error)}): use generate "
+                "with a prompt"
             ) from None
         self._tokens = dict(tokens)
 
@@ -117,9 +161,29 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(scope)
-        except _RENDER_ERRORS as error:
+            return _joined(self._template.generate(scope))
+        except RequestError:
+            raise
+        except _TEMPLATE_ERRORS as error:
             raise RequestError(
-                f"messages do not fit the model's chat template ({error}): "
+                f"messages do not fit the model's chat template ({_reason(error)}): "
                 "change the roles or their order"
             ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, shortened; its kind where it says nothing."""
+    return str(error)[:200] or type(error).__name__
+
+
+def _joined(parts: Iterable[str]) -> str:
+    """The parts as one text; `RequestError` once they are over `MAX_RENDERED` characters."""
+    kept, length = [], 0
+    for part in parts:
+        kept.append(part)
+        length += len(part)
+        if length > MAX_RENDERED:
+            raise RequestError(
+                f"messages must render to at most {MAX_RENDERED} characters, got more: shorten them"
+            )
+    return "".join(kept)

@@ -41,7 +41,7 @@ NO_FILE = (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 OPEN_TRIES = 20  # a directory replaced while it is read is read again
 # What a backend loads; a manifest must list it, since only listed files are checked.
-NEEDED_FILES = {
+NEEDED_FILES: dict[str, tuple[str, ...]] = {
     "onnxruntime": (
         "target.onnx",
         "weights.bin",
@@ -49,7 +49,7 @@ NEEDED_FILES = {
         "tokenizer/tokenizer_config.json",
     ),
 }
-NEEDED_WITH_DRAFTER = {"onnxruntime": ("draft.onnx",)}
+NEEDED_WITH_DRAFTER: dict[str, tuple[str, ...]] = {"onnxruntime": ("draft.onnx",)}
 
 
 class EngineDirError(ValueError):

@@ -43,9 +43,11 @@ def checked_int(
     return number
 
 
-def checked_float(field: str, value: object, *, low: float, high: float, advice: str) -> float:
-    """`value` as a finite float in `[low, high]`; bools are refused."""
-    bound = f"a number in [{low:g}, {high:g}]"
+def checked_float(
+    field: str, value: object, *, low: float, high: float, advice: str, bound: str | None = None
+) -> float:
+    """`value` as a finite float in `[low, high]`; bools are refused. bound: as the error has it."""
+    bound = bound or f"a number in [{low:g}, {high:g}]"
     if isinstance(value, bool) or not isinstance(value, Real):
         raise refuse(field, value, bound, advice)
     number = float(value)
@@ -87,10 +89,10 @@ def checked_strings(field: str, value: object) -> tuple[str, ...]:
 def checked_temperature(field: str, value: object) -> float:
     """0 (argmax) or a number in `TEMPERATURE_RANGE`."""
     low, high = TEMPERATURE_RANGE
-    advice = f"give 0 for argmax, else a number in [{low:g}, {high:g}]"
-    number = checked_float(field, value, low=0.0, high=high, advice=advice)
+    bound, advice = f"0 or a number in [{low:g}, {high:g}]", "give 0 for the likeliest token"
+    number = checked_float(field, value, low=0.0, high=high, advice=advice, bound=bound)
     if 0.0 < number < low:
-        raise refuse(field, value, f"0 or a number in [{low:g}, {high:g}]", advice)
+        raise refuse(field, value, bound, advice)
     return number
 
 
@@ -171,7 +173,11 @@ class SamplingParams:
             "min_tokens": (0, None, "give 0 for no minimum"),
             "top_k": (0, None, "give 0 to turn top_k off"),
             "seed": (0, 2**64 - 1, "take the seed modulo 2^64"),
-            "n": (1, MAX_SEQUENCES, "send more requests instead"),
+            "n": (
+                1,
+                MAX_SEQUENCES,
+                "give 1 for one answer; for more than the bound send more requests",
+            ),
         }
         for field, (low, high, advice) in ranges.items():
             value = checked_int(field, getattr(self, field), low=low, high=high, advice=advice)
@@ -202,11 +208,10 @@ class SamplingParams:
                     "drafts are argmax there; leave draft_temperature out",
                 )
             self._set("draft_temperature", draft)
-        top_p = checked_float(
-            "top_p", self.top_p, low=0.0, high=1.0, advice="give 1 to turn it off"
-        )
+        bound, advice = "a number in (0, 1]", "give 1 to turn it off"
+        top_p = checked_float("top_p", self.top_p, low=0.0, high=1.0, advice=advice, bound=bound)
         if top_p == 0.0:
-            raise refuse("top_p", self.top_p, "in (0, 1]", "give 1 to turn it off")
+            raise refuse("top_p", self.top_p, bound, advice)
         # Below 1e-9 the nucleus is the likeliest token alone; float32 must not round it to 0.
         self._set("top_p", max(top_p, 1e-9))
         advice = "give 0 to turn it off"

@@ -19,6 +19,7 @@ from dspark_trt.runtime.chat_template import ChatTemplate
 from dspark_trt.runtime.pieces import DecoderState, PieceError, decoder_states
 from dspark_trt.runtime.sampling_params import RequestError, refuse
 
+MAX_TEXT = 1 << 24  # characters that are encoded at once, far above any context
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -150,11 +151,26 @@ class Tokenizer:
                 f"prompt must be valid Unicode, got a lone surrogate at character {error.start}: "
                 "decode the bytes as UTF-8 first"
             ) from None
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > MAX_TEXT:
+            raise RequestError(
+                f"prompt must be at most {MAX_TEXT} characters, got {len(text)}: shorten it"
+            )
+        ids = self._encode(text, add_special_tokens)
         if add_special_tokens and self.config.add_bos and ids[:1] != [self._bos_id]:
             assert self._bos_id is not None
             return [self._bos_id, *ids]
         return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:  # the library's panics are no Exceptions
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise RequestError(
+                f"prompt cannot be encoded by the model's tokenizer ({str(error)[:200]}): "
+                "shorten it, or leave out what is unusual in it"
+            ) from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids beyond the tokenizer's vocabulary add nothing."""

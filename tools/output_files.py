@@ -17,13 +17,27 @@ def check_output_file(path: str | None) -> None:
     """Refuse, before any work, a place where no file can be put; None and `-` are fine."""
     if path is None or path == STDOUT:
         return
-    target = Path(path).resolve()
-    if target.exists() and not target.is_file():
-        raise OutputError(f"output {path} is not a plain file: name a file, or - for stdout")
-    if not target.parent.is_dir():
-        raise OutputError(f"output {path}: there is no directory {target.parent}: make it first")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise OutputError(f"output {path}: {target.parent} is not writable")
+    try:
+        target = Path(path).resolve()
+        if target.exists() and not target.is_file():
+            raise OutputError(f"output {path} is not a plain file: name a file, or - for stdout")
+        if not target.parent.is_dir():
+            raise OutputError(
+                f"output {path}: there is no directory {target.parent}: make it first"
+            )
+        beside = _beside(target)
+        with beside.open("xb"):
+            beside.unlink()
+    except (OSError, ValueError, RuntimeError) as error:
+        if isinstance(error, OutputError):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(f"output {path} cannot be written ({reason}): name another") from None
+
+
+def _beside(target: Path) -> Path:
+    """Where `target` is written before it takes its name."""
+    return target.with_name(f".{target.name}.{os.getpid()}.tmp")
 
 
 def write_output(path: str, data: bytes) -> None:
@@ -33,7 +47,7 @@ def write_output(path: str, data: bytes) -> None:
         sys.stdout.flush()
         return
     target = Path(path).resolve()
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    beside = _beside(target)
     try:
         with beside.open("wb") as file:
             file.write(data)

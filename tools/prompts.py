@@ -1,8 +1,8 @@
 """Prompts files: JSON lines, each checked before any work starts.
 
 A line is an object with exactly one of `prompt` (text), `turns` (texts, the first of which is used)
-and `messages` (objects with `role` and `content`). Other keys do not matter; blank lines are
-skipped.
+and `messages` (objects with `role` and `content`, whose further keys go to the chat template).
+Beside it only the labels in `LABELS`, which nothing reads, may stand. Blank lines are skipped.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 KINDS = ("prompt", "turns", "messages")
+# What published question sets have beside the question.
+LABELS = ("id", "question_id", "category", "reference")
 
 
 class PromptsError(ValueError):
@@ -62,9 +64,13 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
 def _prompt(path: Path, number: int, line: str) -> Prompt:
     try:
-        value = json.loads(line)
+        value = json.loads(line, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         _fail(path, number, f"not JSON: {error.msg} at column {error.colno}")
     except (RecursionError, ValueError) as error:
@@ -75,6 +81,12 @@ def _prompt(path: Path, number: int, line: str) -> Prompt:
     if len(kinds) != 1:
         found = ", ".join(kinds) or "none of them"
         _fail(path, number, f"needs exactly one of {', '.join(KINDS)}, has {found}")
+    _check_unicode(path, number, value)
+    if unknown := sorted(set(value) - {*KINDS, *LABELS}):
+        allowed = f"one of {', '.join(KINDS)}, and {', '.join(LABELS)}"
+        _fail(
+            path, number, f"has unknown keys {', '.join(map(repr, unknown))}: allowed are {allowed}"
+        )
     content = value[kinds[0]]
     if kinds[0] == "messages":
         return Prompt(number, messages=_messages(path, number, content))
@@ -97,13 +109,25 @@ def _messages(path: Path, number: int, content: Any) -> tuple[dict[str, Any], ..
 
 
 def _text(path: Path, number: int, name: str, value: Any, *, empty: bool = False) -> str:
-    """`value` if it is a text that can be encoded and (unless `empty`) is not empty."""
+    """`value` if it is a text and (unless `empty`) not empty."""
     if not isinstance(value, str):
         _fail(path, number, f"{name} must be a text, got {type(value).__name__}")
     if not value and not empty:
         _fail(path, number, f"{name} is empty")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        _fail(path, number, f"{name} has half a surrogate pair at character {error.start + 1}")
     return value
+
+
+def _check_unicode(path: Path, number: int, value: Any, name: str = "") -> None:
+    """Refuse half a surrogate pair in any key or text of the line, however deep."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_unicode(path, number, key, f"key {key!r}")
+            _check_unicode(path, number, item, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _check_unicode(path, number, item, f"{name}[{i}]")
+    elif isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            _fail(path, number, f"{name} has half a surrogate pair at character {error.start + 1}")

@@ -112,6 +112,39 @@ def test_a_template_with_a_syntax_error_is_named() -> None:
         ChatTemplate("{% for %}", {})
 
 
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "cannot be compiled|not valid Jinja"),
+        ("{% if x %}" * 200 + "{% endif %}" * 200, "cannot be compiled|not valid Jinja"),
+        ("{{ " + "9" * 5000 + " }}", "cannot be compiled|not valid Jinja"),
+    ],
+    ids=["parentheses", "blocks", "digits"],
+)
+def test_a_template_that_breaks_the_compiler_is_named(template: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        ChatTemplate(template, {})
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ lipsum(n=1000000) }}", "'lipsum' is undefined"),
+        ("{{ messages | tojson(indent=10 ** 9) }}", r"indent must be in \[0, 16\], got 1000000000"),
+        ("{{ 'a\nb' | indent(10 ** 9) }}", r"indent must be in \[0, 16\], got 1000000000"),
+        ("{{ 'x' * 10 ** 12 }}", "a product is over 4000000 long"),
+        ("{{ 10 ** 100000 }}", "an exponent is over 1024"),
+        ("{% for i in range(99999) %}{{ 'x' * 100 }}{% endfor %}", "at most 4000000 characters"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "do not fit .*recursion"),
+        ("{{ '%d' | format(10.0 ** 400) }}", "do not fit"),
+        ("{{ 'x'.center(10 ** 19) }}", "do not fit"),
+    ],
+)
+def test_a_template_cannot_take_all_memory_or_time(template: str, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        ChatTemplate(template, {}).render([USER], True, {})
+
+
 def test_a_model_without_template_says_so(sentencepiece: Tokenizer) -> None:
     with pytest.raises(RequestError, match="no chat template"):
         sentencepiece.apply_chat_template([USER])

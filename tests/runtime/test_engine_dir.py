@@ -27,7 +27,6 @@ from dspark_trt.runtime.engine_dir import (
 )
 from dspark_trt.runtime.file_hash import FileEntry
 
-
 DIMS = {"num_layers": 2, "vocab_size": 50, "layer": {"num_kv_heads": 1, "head_dim": 8}}
 DRAFTER = {**DIMS, "block_size": 4}
 
@@ -186,7 +185,10 @@ def test_a_changed_byte_is_found_by_hash_and_a_changed_size_always(engine: Path)
         (lambda m: m.pop("schema_version"), "schema version None, this dspark reads 1"),
         (lambda m: m.update(colour="red"), "unknown keys: colour"),
         (lambda m: m.pop("limits"), "lacks the keys: limits"),
-        (lambda m: m["limits"].update(max_batch_size=0), r"max_batch_size must be in \[1, 2147483647\], got 0"),
+        (
+            lambda m: m["limits"].update(max_batch_size=0),
+            r"max_batch_size .* \[1, 2147483647\], got 0",
+        ),
         (lambda m: m.update(page_size="32"), "page_size must be int, got str '32'"),
         (lambda m: m["limits"].update(max_seq_len=2**31), r"max_seq_len must be in \[1, 21474"),
         (lambda m: m.update(page_size=0), r"page_size must be an integer in \[1, 1024\], got 0"),

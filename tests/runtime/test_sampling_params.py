@@ -48,6 +48,24 @@ def test_a_bad_value_is_refused_by_name(field: str, value: Any) -> None:
     assert ": " in message.split(", got ")[1]
 
 
+@pytest.mark.parametrize(
+    ("field", "values", "words"),
+    [
+        ("top_p", [0, 0.0, -1, 1.5, NAN], "top_p must be a number in (0, 1], got "),
+        ("temperature", [-1, 1e-10, 1e10, NAN], "temperature must be 0 or a number in [1e-09, "),
+        ("n", [0, 257], "n must be an integer in [1, 256], got "),
+    ],
+)
+def test_a_field_has_one_bound_whatever_is_wrong(field: str, values: list[Any], words: str) -> None:
+    advice = set()
+    for value in values:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{field: value})
+        assert str(caught.value).startswith(words)
+        advice.add(str(caught.value).split(": ")[1])
+    assert len(advice) == 1
+
+
 ACCEPTED: list[dict[str, Any]] = [
     {"temperature": 1e-9},
     {"temperature": 1e9},

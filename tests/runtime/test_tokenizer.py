@@ -79,6 +79,34 @@ def test_text_that_is_no_unicode_is_refused(smollm2: Tokenizer) -> None:
         smollm2.encode(not_text)
 
 
+class PanicException(BaseException):
+    """As the library's: no Exception."""
+
+
+@pytest.mark.parametrize("error", [PanicException("called `unwrap()`"), ValueError("bad regex")])
+def test_a_panic_of_the_library_is_the_requests_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    tokenizer = Tokenizer.load(engine(tmp_path))
+
+    class Broken:
+        def encode(self, *_: object, **__: object) -> None:
+            raise error
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Broken())
+    with pytest.raises(RequestError, match=f"prompt cannot be encoded .*{str(error)[:6]}"):
+        tokenizer.encode("x")
+    error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode("x")
+
+
+def test_too_long_a_text_is_refused_before_it_is_encoded(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(engine(tmp_path))
+    with pytest.raises(RequestError, match="prompt must be at most 16777216 characters, got 1677"):
+        tokenizer.encode("x" * (1 << 24) + "y")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

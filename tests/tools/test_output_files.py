@@ -48,3 +48,16 @@ def test_places_where_no_file_can_be_are_refused(tmp_path: Path) -> None:
         check_output_file(str(tmp_path / "absent" / "x"))
     with pytest.raises(OutputError, match="not a plain file"):
         check_output_file("/dev/null")
+
+
+def test_what_only_the_write_would_tell_is_told_before(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="cannot be written .File name too long.: name another"):
+        check_output_file(str(tmp_path / ("x" * 300)))
+    with pytest.raises(OutputError, match="cannot be written .File name too long"):
+        check_output_file(str(tmp_path / ("x" * 250)))  # the name it has until it is whole
+    with pytest.raises(OutputError, match="cannot be written .embedded null"):
+        check_output_file("a\0b")
+    with pytest.raises(OutputError, match="cannot be written"):
+        check_output_file("/proc/x.json")  # no file can be made there, by root neither
+    check_output_file(str(tmp_path / "fine"))
+    assert list(tmp_path.iterdir()) == []

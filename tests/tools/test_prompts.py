@@ -40,6 +40,18 @@ def test_line_separators_inside_a_text_do_not_end_the_line(tmp_path: Path) -> No
         (b'{"prompt": ""}', "prompt is empty"),
         (b'{"prompt": 3}', "prompt must be a text, got int"),
         (b'{"prompt": "\\ud800"}', "prompt has half a surrogate pair at character 1"),
+        (b'{"prompt": "a", "id": NaN}', "not JSON: NaN is not a number of JSON"),
+        (b'{"messages": [{"role": "user", "content": "a", "x": -Infinity}]}', "not JSON: -Inf"),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "name": "\\udc00"}]}',
+            r"messages\[0\].name has half a surrogate pair",
+        ),
+        (b'{"prompt": "a", "\\ud800": 1}', r"key '\\ud800' has half a surrogate pair"),
+        (
+            b'{"prompt": "a", "temperature": 1, "max_tokens": 5}',
+            "has unknown keys 'max_tokens', 'temperature': allowed are one of prompt, turns, "
+            "messages, and id, question_id, category, reference",
+        ),
         (b'{"turns": []}', "turns must be a list of texts"),
         (b'{"turns": "a"}', "turns must be a list of texts"),
         (b'{"turns": [null]}', "turns must be a text, got NoneType"),
