@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import count
 
 from dspark_trt.runtime.kv_cache import PagePool
 from dspark_trt.runtime.request import Request, Status
@@ -91,8 +92,8 @@ class Batcher:
         self.running: list[Request] = []  # in order of admission
         self.preemptions = 0
         self._slots = list(range(num_slots - 1, -1, -1))
-        self._step = 0
-        self._served = [0] * num_slots  # the step in which a slot's request decoded last, or joined
+        self._turns = count()
+        self._turn = [0] * num_slots  # of each slot's request, when it decoded last, or joined
 
     @property
     def idle(self) -> bool:
@@ -117,7 +118,6 @@ class Batcher:
     def schedule(self, step: ScheduledStep | None = None) -> ScheduledStep:
         """The next step's work, put into `step` as it is found; empty where nothing is to do."""
         step = ScheduledStep() if step is None else step
-        self._step += 1
         self._admit(step)
         budget = self.max_num_tokens
         for request in self.running:
@@ -150,18 +150,18 @@ class Batcher:
             self.pool.grow(request.pages, tokens)
             request.slot = self._slots.pop()
             request.status = Status.RUNNING
-            self._served[request.slot] = self._step
+            self._turn[request.slot] = next(self._turns)
 
     def _decode(self, step: ScheduledStep, rows: int) -> None:
         ready = [r for r in self.running if r.kv_len >= context_len(r)]
         if len(ready) > rows:
-            ready.sort(key=lambda r: self._served[r.slot])  # type: ignore[index]
+            ready.sort(key=lambda r: self._turn[r.slot])  # type: ignore[index]
         for request in ready:
             if len(step.decode) == rows:
                 return
             if request.slot is not None and self._granted(request, step):
                 step.decode.append(request)
-                self._served[request.slot] = self._step
+                self._turn[request.slot] = next(self._turns)
 
     def _granted(self, request: Request, step: ScheduledStep) -> bool:
         """Make room for the next steps of `request`, at the cost of younger ones, then itself."""

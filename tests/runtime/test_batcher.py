@@ -255,3 +255,31 @@ def test_any_load_ends_with_all_pages_free(
         audit(b)
     assert b.idle and b.pool.num_free == b.pool.capacity
     assert all(r.finished for r in fitting)
+
+
+def test_fewer_rows_than_requests_are_given_in_turn() -> None:
+    b = batcher(chunk=3)
+    requests = [request(1, 20, str(i)) for i in range(4)]
+    for r in requests:
+        b.add(r)
+    while any(not r.output_ids for r in requests):
+        run(b, b.schedule())
+    turns = []
+    for _ in range(4):
+        step = b.schedule()
+        assert step.rows == 3
+        turns += [r.request_id for r in step.decode]
+        run(b, step)
+    assert turns == ["0", "1", "2", "3"] * 3
+
+
+def test_chunks_leave_decoding_the_rows_that_are_left() -> None:
+    b = batcher(chunk=5)
+    b.mixed = True
+    requests = [request(1, 9, str(i)) for i in range(3)]
+    for r in requests:
+        b.add(r)
+    run(b, b.schedule())
+    b.add(request(4, 9))
+    step = b.schedule()
+    assert (len(step.chunks), len(step.decode), step.rows) == (1, 1, 5)

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 import pytest
 
-from dspark_trt.runtime.budget import BudgetView, NoDraft, PolicyError, Static, Threshold
+from dspark_trt.runtime.budget import (
+    BudgetView,
+    NoDraft,
+    PolicyError,
+    Static,
+    Threshold,
+    asked_budget,
+    asked_lengths,
+    check_policy,
+)
 
 ROOM = np.array([4, 0, 2], np.int32)
 CONF = np.array([[0.9, 0.8, 0.3, 0.9], [1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 0.5, 0.5]])
@@ -64,3 +76,66 @@ def test_threshold_reads_nothing_after_the_position_it_judges() -> None:
         conf[:, k:] = generator.random((3, 5 - k))
         after = Threshold(0.5).lengths(conf, room)
         assert (np.minimum(before, k) == np.minimum(after, k)).all()
+
+
+@pytest.mark.parametrize("length", [0, -3, 1.5, True, "2", float("nan")])
+@pytest.mark.parametrize("make", [Static, lambda length: Threshold(0.5, max_length=length)])
+def test_a_longest_length_is_a_whole_number(make: Any, length: Any) -> None:
+    with pytest.raises(PolicyError, match="max_length must be an integer >= 1 or None, got"):
+        make(length)
+
+
+@pytest.mark.parametrize("tau", [True, "0.5", None])
+def test_a_threshold_is_a_number(tau: Any) -> None:
+    with pytest.raises(PolicyError, match=r"threshold must be a number in \[0, 1\], got"):
+        Threshold(tau)
+
+
+@dataclass
+class Answering:
+    """Gives the answers it was made with."""
+
+    answer: Any
+    name: str = "answering"
+    synchronous: bool = True
+    max_length: Any = None
+
+    def budget(self, view: BudgetView) -> int:
+        return self.answer  # type: ignore[no-any-return]
+
+    def lengths(self, conf: np.ndarray, room: np.ndarray) -> np.ndarray:
+        return self.answer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("answer", [2.0, float("nan"), None, True, np.float32(3), "3"])
+def test_a_budget_that_is_no_integer_is_refused(answer: Any) -> None:
+    with pytest.raises(PolicyError, match="budget of policy 'answering' must be an integer"):
+        asked_budget(Answering(answer), BudgetView(ROOM))
+    assert asked_budget(Answering(np.int16(3)), BudgetView(ROOM)) == 3
+
+
+@pytest.mark.parametrize(
+    "answer", [3, [1, 2], [[1, 2, 3]], [1.0, 2.0, 3.0], [float("nan")] * 3, None, [True] * 3]
+)
+def test_lengths_of_a_wrong_kind_are_refused(answer: Any) -> None:
+    with pytest.raises(PolicyError, match="lengths of policy 'answering' must be 3 integers"):
+        asked_lengths(Answering(answer), CONF, ROOM)
+    assert asked_lengths(Answering([9, 9, -1]), CONF, ROOM).tolist() == [4, 0, 0]
+
+
+@pytest.mark.parametrize("policy", ["static", Static, 0, False, object()])
+def test_what_is_no_policy_is_refused(policy: Any) -> None:
+    with pytest.raises(PolicyError, match="policy must be a policy object, got .*Static()"):
+        check_policy(policy, drafter=True, confidence_head=True)
+
+
+def test_a_synchronous_policy_needs_confidences() -> None:
+    for policy in (Threshold(0.5), Answering(1)):
+        check_policy(policy, drafter=True, confidence_head=True)
+        with pytest.raises(PolicyError, match="confidence head, its drafter has none: use Static"):
+            check_policy(policy, drafter=True, confidence_head=False)
+        with pytest.raises(PolicyError, match="confidence head, it has no drafter: use Static"):
+            check_policy(policy, drafter=False, confidence_head=False)
+    check_policy(Static(), drafter=False, confidence_head=False)
+    with pytest.raises(PolicyError, match="max_length must be an integer"):
+        check_policy(Answering(1, max_length=0), drafter=True, confidence_head=True)

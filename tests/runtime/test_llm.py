@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from engine_driver import BLOCK, GREEDY, PROMPTS, VOCAB, ids, plain, texts
 
-from dspark_trt.runtime.budget import NoDraft, Static
+from dspark_trt.runtime.budget import NoDraft, PolicyError, Static, Threshold
 from dspark_trt.runtime.llm import LLM, RequestError, SamplingParams
 
 
@@ -290,3 +290,84 @@ def test_logits_need_an_engine_built_for_them(pair_engine: Path, tmp_path: Path)
 def test_a_cache_has_pages(pair_engine: Path, pages: int) -> None:
     with pytest.raises(RequestError, match=f"kv_pages must be an integer >= 1, got {pages}"):
         LLM(pair_engine, kv_pages=pages)
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "pages of a wrong type": ({"kv_pages": 2.5}, "kv_pages must be an integer >= 1, got 2.5"),
+    "pages as a bool": ({"kv_pages": True}, "kv_pages must be an integer >= 1, got True"),
+    "threads below zero": ({"threads": -1}, r"threads must be an integer in \[0, 1024\], got -1"),
+    "too many threads": ({"threads": 1025}, r"threads must be an integer in \[0, 1024\]"),
+    "threads as a text": ({"threads": "2"}, r"threads must be an integer in \[0, 1024\], got '2'"),
+    "a policy's name": ({"policy": "static"}, "policy must be a policy object, got 'static'"),
+    "a policy's class": ({"policy": Threshold}, "policy must be a policy object"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_are_checked(pair_engine: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        LLM(pair_engine, **arguments)
+    assert isinstance(raised.value, (RequestError, PolicyError))
+
+
+def test_confidences_are_not_to_be_had_from_every_engine(pair_engine: Path, tmp_path: Path) -> None:
+    from factories import tiny_drafter
+    from tiny_engine import tiny_engine
+
+    target = pair_engine.parent / "markov-llama-target"
+    mute = tiny_engine(tmp_path / "mute", target, tiny_drafter(tmp_path, target, confidence=None))
+    with pytest.raises(PolicyError, match="'threshold' needs .* its drafter has none"):
+        LLM(mute, policy=Threshold(0.5))
+    alone = tiny_engine(tmp_path / "alone", target)
+    with pytest.raises(PolicyError, match="'threshold' needs .* it has no drafter"):
+        LLM(alone, policy=Threshold(0.5))
+    LLM(pair_engine, policy=Threshold(0.5), threads=1)
+
+
+def test_a_short_generate_does_not_wait_for_a_long_stream(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    before = llm.engine.metrics.steps
+    llm.generate([[5]], SamplingParams(max_tokens=1))
+    assert llm.engine.metrics.steps == before + 1
+    assert sum(len(delta.token_ids) for delta in stream) == 99
+
+
+def test_progress_counts_what_a_nested_call_finished(llm: LLM) -> None:
+    llm.engine.policy = NoDraft()  # one token a step
+    calls: list[int] = []
+
+    def progress(done: int, total: int) -> None:
+        calls.append(done)
+        if done == 1:  # this steps all others to their end
+            llm.generate([[7]], SamplingParams(max_tokens=100, ignore_eos=True))
+
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 5, 9)]
+    llm.generate(PROMPTS[:3], params, progress=progress)
+    assert calls == [0, 1, 3]
+
+
+def test_a_stream_takes_one_prompt(llm: LLM) -> None:
+    for prompts in (["a", "b"], [[5], [6]], [np.array([5])]):
+        with pytest.raises(RequestError, match="one text or flat list of ids in a stream"):
+            llm.stream(prompts)  # type: ignore[arg-type]
+    assert list(llm.stream(np.array([5]), SamplingParams(max_tokens=1)))  # type: ignore[arg-type]
+
+
+def test_what_the_context_cut_says_so(llm: LLM) -> None:
+    cut, whole, exact = llm.generate(
+        [ids(120), ids(120), ids(120)],
+        [SamplingParams(max_tokens=n, ignore_eos=True) for n in (9, 3, 8)],
+    )
+    assert [c.context_limited for c in (cut, whole, exact)] == [True, False, False]
+    assert {c.finish_reason for c in (cut, whole, exact)} == {"length"}
+
+
+def test_bans_of_every_token_are_refused(llm: LLM) -> None:
+    every = [[i] for i in range(VOCAB)]
+    for bad_words, more in ((every, {}), (every[:-1], {"stop_token_ids": [VOCAB - 1]})):
+        params = SamplingParams(bad_words=bad_words, min_tokens=len(more), **more)
+        with pytest.raises(RequestError, match=f"must leave a token to draw, they ban all {VOCAB}"):
+            llm.generate([[5]], params)
+    (done,) = llm.generate([[5]], SamplingParams(bad_words=every[:-1], max_tokens=3))
+    assert done.token_ids == [VOCAB - 1] * 3

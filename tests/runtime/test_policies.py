@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from engine_driver import BLOCK, GREEDY, PROMPTS, plain, texts
 
-from dspark_trt.runtime.budget import BudgetView, NoDraft, Policy, Static, Threshold
+from dspark_trt.runtime.budget import BudgetView, NoDraft, Policy, PolicyError, Static, Threshold
 from dspark_trt.runtime.llm import LLM, SamplingParams
 
 
@@ -165,3 +165,33 @@ def test_a_budget_sees_only_confidences_that_are_two_steps_old(llm: LLM) -> None
         old = [conf for conf in drafted[: max(t - 1, 0)] if conf is not None]
         assert view.lagged_conf_logits is (old[-1] if old else None)
         assert view.sts is llm.executor.sts
+
+
+@dataclass
+class Scribbling(Alternating):
+    """Writes into all that it is shown."""
+
+    synchronous: bool = True
+
+    def budget(self, view: BudgetView) -> int:
+        budget = int(view.room.sum())
+        view.room[:] = 99
+        return budget
+
+    def lengths(self, conf: np.ndarray, room: np.ndarray) -> np.ndarray:
+        lengths = room.copy()
+        conf[:], room[:] = 0, 99
+        return lengths
+
+
+def test_a_policy_cannot_write_into_the_engines_arrays(
+    llm: LLM, greedy_texts: list[list[int]]
+) -> None:
+    llm.engine.policy = Scribbling()
+    assert texts(llm.generate(PROMPTS, GREEDY)) == greedy_texts
+
+
+def test_an_answer_of_a_wrong_kind_ends_in_an_error(llm: LLM) -> None:
+    llm.engine.policy = Scripted(budgets=(float("nan"),))
+    with pytest.raises(PolicyError, match="budget of policy 'alternating' must be an integer"):
+        llm.generate(PROMPTS, GREEDY)
