@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
+from checkpoint_edits import copied, edit_json, edit_tensors
 from factories import tiny_drafter, tiny_target
 
-from dspark_trt.build import builder
+from dspark_trt.build import builder, weights
 from dspark_trt.build.builder import BuildOptions, build_engine
 from dspark_trt.build.checkpoint import CheckpointError
 from dspark_trt.build.config import ConfigError
@@ -146,3 +149,96 @@ def test_progress_ends_with_everything_read(target: Path, tmp_path: Path) -> Non
     )
     assert calls[-1][0] == calls[-1][1]
     assert all(a[0] <= b[0] for a, b in zip(calls, calls[1:], strict=False))
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from dspark_trt.build.builder import BuildOptions, build_engine
+resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+try:
+    build_engine(BuildOptions(model=Path(sys.argv[1]), output=Path(sys.argv[2])))
+except ValueError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_limit_on_file_sizes_is_told_as_such(target: Path, tmp_path: Path) -> None:
+    """The weights are larger than the process may write: EFBIG, like ENOSPC, keeps its number."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, target, tmp_path / "e"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "EngineDirError writing the engine" in done.stdout
+    assert "File too large" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def huge(folder: Path, tmp_path: Path) -> Path:
+    """The target with weights so large, yet finite, that its logits are not."""
+    model = copied(folder, tmp_path)
+
+    def enlarge(tensors: dict[str, Any]) -> None:
+        for name in ("model.norm.weight", "lm_head.weight"):
+            tensors[name].fill_(3e38)
+
+    edit_tensors(model / "model.safetensors", enlarge)
+    return model
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+def test_a_model_without_finite_logits_gives_no_engine(
+    target: Path, tmp_path: Path, quantize: str
+) -> None:
+    model = huge(target, tmp_path)
+    with pytest.raises(CheckpointError, match="the model gives non-finite logits"):
+        build_engine(BuildOptions(model=model, output=tmp_path / "e", quantize=quantize))
+    assert [p.name for p in tmp_path.iterdir()] == ["copy"]
+
+
+def test_a_context_shorter_than_the_probe_builds(tmp_path: Path) -> None:
+    target = tiny_target(tmp_path, "llama")
+    edit_json(target / "config.json", max_position_embeddings=4)
+    assert build_engine(BuildOptions(model=target, output=tmp_path / "e")).limits.max_seq_len == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"caf\xe9", "must be UTF-8 text, byte 3 is not"), (None, "cannot be read: No such file"),
+     (b"", "has no text to measure on")],
+)  # fmt: skip
+def test_a_bad_text_is_refused_before_any_work(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    content: bytes | None,
+    words: str,
+) -> None:
+    monkeypatch.setattr(builder, "write_engine_dir", None)  # not reached
+    text = tmp_path / "text"
+    if content is not None:
+        text.write_bytes(content)
+    options = BuildOptions(
+        model=target, output=tmp_path / "e", quantize="int4", perplexity_text=text
+    )
+    with pytest.raises(ConfigError, match=f"--perplexity-text .*{words}"):
+        build_engine(options)
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_space_asked_for_is_near_what_is_taken(
+    tmp_path: Path, tie: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = builder.write_engine_dir
+
+    def spy(output: Path, *, expected_bytes: int) -> Any:
+        asked.append(expected_bytes)
+        return real(output, expected_bytes=expected_bytes)
+
+    monkeypatch.setattr(builder, "write_engine_dir", spy)
+    monkeypatch.setattr(weights, "ALIGNMENT", 1)
+    target = tiny_target(tmp_path, "llama", tie=tie)
+    build_engine(BuildOptions(model=target, output=tmp_path / "e"))
+    written = (tmp_path / "e" / "weights.bin").stat().st_size
+    assert asked[0] == pytest.approx(written, rel=0.02)

@@ -44,6 +44,19 @@ def test_a_target_is_no_drafter(folder: Path) -> None:
         open_drafter(folder, open_target(folder).dims)
 
 
+def test_a_drafter_that_is_not_there_is_told_from_one_without_config(
+    folder: Path, tmp_path: Path
+) -> None:
+    dims = open_target(folder).dims
+    for path, words in (
+        (tmp_path / "nowhere", "does not exist"),
+        (tmp_path, r"has no config\.json"),
+        (folder / "config.json", "is no folder"),
+    ):
+        with pytest.raises(CheckpointError, match=f"{path} {words}; expected a DSpark drafter"):
+            open_drafter(path, dims)
+
+
 def test_tokenizer_folder_of_a_hugging_face_target(folder: Path, tmp_path: Path) -> None:
     copy = copied(folder, tmp_path)
     edit_json(copy / "tokenizer_config.json", eos_token="<|user|>", chat_template="other")

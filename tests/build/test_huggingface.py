@@ -268,3 +268,22 @@ def test_content_hash_changes_with_one_weight(llama: Path, tmp_path: Path) -> No
     assert open_target(folder).content_hash == open_target(llama).content_hash
     edit_tensors(folder / "model.safetensors", lambda t: t["model.norm.weight"][0].add_(1e-3))
     assert open_target(folder).content_hash != open_target(llama).content_hash
+
+
+@pytest.mark.parametrize(
+    ("file", "field", "value"),
+    [
+        ("tokenizer_config.json", "bos_token", 7),
+        ("tokenizer_config.json", "chat_template", 7),
+        ("generation_config.json", "eos_token_id", 256),
+        ("generation_config.json", "eos_token_id", [1, -1]),
+    ],
+)
+def test_a_fault_is_blamed_on_its_own_file(
+    llama: Path, tmp_path: Path, file: str, field: str, value: object
+) -> None:
+    folder = copied(llama, tmp_path)
+    edit_json(folder / file, **{field: value})
+    with pytest.raises(ConfigError) as caught:
+        open_target(folder)
+    assert str(caught.value).startswith(f"{folder / file}: {field} must be")

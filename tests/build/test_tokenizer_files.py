@@ -137,3 +137,44 @@ def test_ids_with_gaps_count_up_to_the_largest(folder: Path) -> None:
     values["model"]["merges"] = []
     (folder / "tokenizer.json").write_text(json.dumps(values))
     assert read_tokenizer(folder, ()).config["vocab_size"] == 351
+
+
+def test_truncation_and_padding_are_not_carried_along(folder: Path) -> None:
+    plain = read_tokenizer(folder, ())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    # On the left, and by BOS: what a padded "a" starts with is no sign that the model wants one.
+    tokenizer.enable_padding(direction="left", pad_id=0, pad_token="<|bos|>", length=8)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    files = read_tokenizer(folder, ())
+    assert files.config == plain.config
+    values = json.loads(files.tokenizer_json)
+    assert values["truncation"] is values["padding"] is None
+    text = "many words, more than four tokens"
+    ids = Tokenizer.from_str(files.tokenizer_json).encode(text).ids
+    assert ids == Tokenizer.from_str(plain.tokenizer_json).encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("decoder", "named"),
+    [
+        ({"type": "WordPiece", "prefix": "##", "cleanup": True}, "WordPiece"),
+        ({"type": "Sequence", "decoders": [
+            {"type": "Fuse"}, {"type": "BPEDecoder", "suffix": "</w>"}]}, "BPEDecoder"),
+    ],
+)  # fmt: skip
+def test_decoders_that_the_runtime_lacks_are_refused(
+    folder: Path, decoder: dict[str, Any], named: str
+) -> None:
+    edit_json(folder / "tokenizer.json", decoder=decoder)
+    with pytest.raises(CheckpointError, match=f"decoder {named} is not supported; supported are"):
+        read_tokenizer(folder, ())
+
+
+@pytest.mark.parametrize(
+    "value", [[{"name": ["default"], "template": "x"}], [{"template": "x"}], ["default"]]
+)
+def test_chat_templates_without_a_name_are_refused(folder: Path, value: object) -> None:
+    edit_json(folder / "tokenizer_config.json", chat_template=value)
+    with pytest.raises(ConfigError, match="tokenizer_config.json: chat_template must be a string"):
+        read_tokenizer(folder, ())

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from factories import load_target, tiny_target
 from tiny_engine import tiny_engine
+from tokenizers import Tokenizer
 
 from dspark_trt.build import widen
 from dspark_trt.build.perplexity import perplexity, text_ids
 from dspark_trt.build.quantize import Quantizer
+from dspark_trt.build.source import CheckpointError
 from dspark_trt.runtime.engine_dir import read_manifest
 
 
@@ -53,6 +55,40 @@ def test_the_worst_are_widened_first_in_doubling_numbers(
     assert measured["perplexity_int4"] == pytest.approx(10.1)
 
 
+def test_why_it_tries_again_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_measure(monkeypatch, {0: 0.5, 1: 0.3, 2: 0.01})
+    lines: list[str] = []
+    widen.write_quantized(tmp_path, "int4", [1, 2], lambda *_: None, lines.append)
+    assert [line for line in lines if "widening" in line] == [
+        "more than 5%: widening the worst 1 to 8 bits",
+        "more than 5%: widening the worst 2 to 8 bits",
+    ]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reference_that_is_not_finite_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    def measured(folder: Path, *_: object) -> float:
+        folder.mkdir(exist_ok=True)
+        return value
+
+    monkeypatch.setattr(widen, "_measured", measured)
+    with pytest.raises(CheckpointError, match=f"non-finite logits: its perplexity .* is {value}"):
+        quietly(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_quantised_logits_that_are_not_finite_are_widened_then_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    fake_measure(monkeypatch, {0: value, 1: value, 2: 0.0})
+    assert quietly(tmp_path)["matrices_in_8_bits"] == 2
+    fake_measure(monkeypatch, dict.fromkeys(range(9), value))
+    with pytest.raises(CheckpointError, match="non-finite logits in int4.*without --quantize"):
+        quietly(tmp_path)
+
+
 def test_a_loss_that_stays_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -89,3 +125,14 @@ def test_text_ids_have_no_special_tokens(tmp_path: Path) -> None:
     target = tiny_target(tmp_path, "llama", add_bos=True)
     text = (target / "tokenizer.json").read_text()
     assert 0 not in text_ids(text, "plain words")
+
+
+def test_text_ids_are_neither_cut_nor_padded(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(tiny_target(tmp_path, "llama") / "tokenizer.json"))
+    whole = text_ids(tokenizer.to_str(), "plain words")
+    assert len(whole) > 4
+    tokenizer.enable_truncation(4)
+    assert text_ids(tokenizer.to_str(), "plain words") == whole
+    tokenizer.no_truncation()
+    tokenizer.enable_padding(length=64)
+    assert text_ids(tokenizer.to_str(), "plain words") == whole

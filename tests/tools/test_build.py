@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,57 @@ def test_progress_is_drawn_on_a_terminal_only(
     bar.show(100, 100, "lm_head.weight")
     bar.close()
     assert ("weights" in stream.getvalue()) == terminal
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--model m --output e --max_seq_len 20", "--max_seq_len: did you mean --max-seq-len?"),
+        ("--model m --output e --max_batch_size=2", "did you mean --max-batch-size?"),
+        ("--checkpoint_dir m --output e", "--checkpoint_dir: did you mean --model?"),
+        ("--model m --output_dir=e", "--output_dir: did you mean --output?"),
+        ("--model m --output e --tokens_per_block 8", "did you mean --page-size?"),
+        ("--model m --output e --max_draft_len 4", "did you mean --drafter?"),
+        ("--model m --output e --gemm_plugin auto", "see the table of trtllm-build in README.md"),
+        ("--model m --output e --max_nothing 1", "unrecognized arguments: --max_nothing 1"),
+    ],
+)
+def test_flags_of_trtllm_build_get_a_hint(
+    flags: str, words: str, capsys: pytest.CaptureFixture[str], asked: list[builder.BuildOptions]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["build", *flags.split()])
+    assert raised.value.code == 2
+    assert words in capsys.readouterr().err
+    assert asked == []
+
+
+def test_every_flag_of_the_readme_s_table_is_known() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    table = readme.split("### Coming from trtllm-build")[1].split("\n## ")[0]
+    theirs = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    flags = [flag for cell in theirs for flag in re.findall("`(--[a-z_]+)`", cell)]
+    known = re.findall("--[a-z-]+", build.arguments().format_usage())
+    assert len(flags) > 20
+    assert [flag for flag in flags if build.flag_hint([flag], known) is None] == []
+
+
+def test_help_says_where_lengths_come_from(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # lines are broken at hyphens too
+    with pytest.raises(SystemExit):
+        main(["build", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "tokens of a prompt, default: one less than --max-seq-len" in out
+    assert "default: the checkpoint's, at most 4096" in out
+
+
+def test_an_output_that_holds_the_model_is_refused_first(
+    tmp_path: Path, asked: list[builder.BuildOptions], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "e").mkdir()
+    flags = ["--model", str(tmp_path / "e" / "m.gguf"), "--output", str(tmp_path / "e")]
+    assert main(["build", *flags]) == 2
+    assert "overlap" in capsys.readouterr().err
+    assert asked == []
