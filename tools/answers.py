@@ -57,8 +57,8 @@ def summary(completions: Sequence[Completion], metrics: Metrics, *, why_one: str
     elif uncut := [length for c in completions for length in c.accepted_lengths_uncut]:
         mean = sum(uncut) / len(uncut)
         lines.append(f"accepted length {mean:.2f} (mean of {len(uncut)}, bonus token counted)")
-    if len(completions) == 1 and completions[0].accepted_lengths:
-        lines.append(f"accepted lengths {shortened(completions[0].accepted_lengths)}")
+        if len(completions) == 1 and completions[0].accepted_lengths:
+            lines.append(f"accepted lengths {shortened(completions[0].accepted_lengths)}")
     return "\n".join(lines)
 
 

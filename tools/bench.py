@@ -14,7 +14,7 @@ from dspark_trt.tools import bench_report
 from dspark_trt.tools.bench_runs import EngineArm, measure
 from dspark_trt.tools.encode import encode_prompts
 from dspark_trt.tools.extras import load_extra
-from dspark_trt.tools.options import integer, parser
+from dspark_trt.tools.options import MAX_THREADS, integer, integers, parser
 from dspark_trt.tools.output_files import STDOUT, OutputError, check_output_file, write_output
 from dspark_trt.tools.peers import PEERS, PeerArm, PeerJob, check_peer
 from dspark_trt.tools.policies import add_policy_options, check_policy_options, policy_for
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = """\
   dspark bench engines/qwen3 --prompts questions.jsonl --chat --num-prompts 16
-  dspark bench engines/smollm2 --prompts p.jsonl --batch-size 1 8 --json out.json --plot out.png
+  dspark bench engines/smollm2 --prompts p.jsonl --batch-size 1,8 --json out.json --plot out.png
   dspark bench engines/smollm2 --prompts p.jsonl --compare llamacpp --compare-model m.gguf"""
 IMAGES = (".png", ".svg", ".pdf")
 
@@ -50,18 +50,17 @@ def arguments() -> argparse.ArgumentParser:
     add("--max-tokens", type=integer(2), default=128, metavar="N", help="default: %(default)s")
     add(
         "--batch-size",
-        type=integer(1),
-        nargs="+",
+        type=integers(1),
         default=[1],
-        metavar="B",
-        help="prompts at once, default: 1; several are measured one by one",
+        metavar="B[,B]",
+        help="prompts at once, default: 1; several, as 1,8, are measured one by one",
     )
     add("--chat", action="store_true", help="apply the model's chat template")
     add("--ignore-eos", action="store_true", help="let every answer have --max-tokens tokens")
     add("--repeat", type=integer(1), default=3, metavar="R", help="rounds, default: %(default)s")
     add(
         "--threads",
-        type=integer(1),
+        type=integer(1, MAX_THREADS),
         default=usable_cores(),
         metavar="N",
         help="default: %(default)s",

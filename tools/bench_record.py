@@ -13,6 +13,7 @@ from dspark_trt.build.checkpoint import CheckpointError, open_target
 from dspark_trt.build.config import ConfigError
 from dspark_trt.runtime.engine_dir import Manifest
 from dspark_trt.tools.bench_report import (
+    OURS,
     PLAIN,
     accepted_by_position,
     agreement,
@@ -95,7 +96,16 @@ def settings_json(setup: Setup) -> dict[str, Any]:
         "policy": policy if setup.manifest.drafter is not None else None,
         "compare_model": asked.compare_model.name if asked.compare_model else None,
         "same_checkpoint": setup.same_checkpoint,
+        "weights": weights_json(setup),
     }
+
+
+def weights_json(setup: Setup) -> dict[str, str]:
+    """What each runtime holds its weights in: arm (`OURS` for this engine's) -> type."""
+    asked, manifest = setup.asked, setup.manifest
+    ours = manifest.dtype if manifest.quantize == "none" else manifest.quantize
+    peers = [PEERS[name] for name in asked.compare]
+    return {OURS: ours, **{peer.name: peer.weights(asked.compare_model) for peer in peers}}
 
 
 def same_checkpoint(model: Path, manifest: Manifest) -> bool:

@@ -15,6 +15,7 @@ from dspark_trt.tools.bench_runs import Answer, ArmResult, Sample
 from dspark_trt.tools.extras import load_extra
 
 PLAIN = "no drafts"
+OURS = "engine"
 SHOWN_CHARACTERS = 30
 
 
@@ -136,6 +137,11 @@ def label(result: ArmResult) -> str:
     return f"{result.name} x{result.batch_size}"
 
 
+def spread(low: float, high: float, rounds: int, digits: int) -> str:
+    """Smallest and largest round; `-` of a single round, which has no spread."""
+    return f"[{low:.{digits}f} .. {high:.{digits}f}]" if rounds > 1 else "-"
+
+
 def table(results: Sequence[ArmResult]) -> str:
     """One row an arm: medians, and of the decode speed the spread."""
     head = ("batch", "arm", "prefill tok/s", "decode tok/s", "[min .. max]", "draft ms",
@@ -152,7 +158,7 @@ def table(results: Sequence[ArmResult]) -> str:
                 result.name,
                 f"{f['prefill_tokens_per_s']['median']:.1f}",
                 f"{decode['median']:.1f}",
-                f"[{decode['min']:.1f} .. {decode['max']:.1f}]",
+                spread(decode["min"], decode["max"], len(result.samples), 1),
                 f"{draft:.2f}" if draft else "-",
                 f"{step:.2f}" if step else "-",
                 f"{f['host_share']['median']:.1%}" if step else "-",
@@ -170,9 +176,19 @@ def table(results: Sequence[ArmResult]) -> str:
     )
 
 
+def weighed(arm: str, weights: dict[str, str]) -> str:
+    """A label, and where another runtime is compared with, what its weights are held in."""
+    name = arm.rpartition(" x")[0]
+    if len(weights) < 2:
+        return arm
+    return f"{arm} ({weights.get(name, weights[OURS])} weights)"
+
+
 def text(record: dict[str, Any], results: Sequence[ArmResult]) -> str:
     """The whole report for a terminal."""
     lines = [table(results), ""]
+    weights = record["settings"]["weights"]
+    rounds = min(len(result.samples) for result in results)
     if record["settings"]["same_checkpoint"] is False:
         lines.append("the compared model is not the checkpoint that the engine was built from")
     for result in results:
@@ -181,8 +197,9 @@ def text(record: dict[str, Any], results: Sequence[ArmResult]) -> str:
             shown = "  ".join(f"{k}: {share:.0%}" for k, share in enumerate(shares, 1))
             lines.append(f"accepted up to position, {label(result)}:  {shown}")
     for one in record["ratios"]:
-        spread = f"[{one['min']:.2f} .. {one['max']:.2f}]"
-        lines.append(f"decode speed, {one['of']} / {one['over']}: {one['median']:.2f}x {spread}")
+        shown = f" {spread(one['min'], one['max'], rounds, 2)}" if rounds > 1 else ""
+        sides = " / ".join(weighed(one[side], weights) for side in ("of", "over"))
+        lines.append(f"decode speed, {sides}: {one['median']:.2f}x{shown}")
     for one in record["agreement"]:
         lines.append(
             f"greedy texts, {one['of']} and {one['with']}: {one['equal']} of {one['prompts']} equal"
@@ -190,6 +207,15 @@ def text(record: dict[str, Any], results: Sequence[ArmResult]) -> str:
         if one["first_difference"] is not None:
             lines.append(f"  first difference: {one['first_difference']}")
     return "\n".join(lines)
+
+
+def curves(results: Sequence[ArmResult]) -> dict[str, list[float]]:
+    """Acceptance by position; arms whose curves would hide each other share one, and its name."""
+    groups: dict[tuple[float, ...], list[str]] = {}
+    for result in results:
+        key = tuple(round(share, 3) for share in accepted_by_position(result))
+        groups.setdefault(key, []).append(label(result))
+    return {", ".join(names): list(shares) for shares, names in groups.items()}
 
 
 def plot(results: Sequence[ArmResult], title: str, kind: str) -> bytes:
@@ -200,16 +226,17 @@ def plot(results: Sequence[ArmResult], title: str, kind: str) -> bytes:
     axes = figure.subplots(1, 2 if drafted else 1, squeeze=False)[0]
     rates = [figures(r)["decode_tokens_per_s"] for r in results]
     medians = [rate["median"] for rate in rates]
-    spread = [
+    ends = [
         [m - r["min"] for m, r in zip(medians, rates)],
         [r["max"] - m for m, r in zip(medians, rates)],
     ]
-    axes[0].barh(list(map(label, results)), medians, xerr=spread, color="#4477aa")
+    bars = {"xerr": ends} if max(len(r.samples) for r in results) > 1 else {}
+    axes[0].barh(list(map(label, results)), medians, color="#4477aa", **bars)
     axes[0].invert_yaxis()
-    axes[0].set(xlabel="decode tokens/s (bars: smallest to largest round)", title=title)
-    for result in drafted:
-        shares = accepted_by_position(result)
-        axes[1].plot(range(1, len(shares) + 1), shares, marker="o", label=label(result))
+    note = " (lines: smallest to largest round)" if bars else " (one round)"
+    axes[0].set(xlabel=f"decode tokens/s{note}", title=title)
+    for names, shares in curves(drafted).items():
+        axes[1].plot(range(1, len(shares) + 1), shares, marker="o", label=names)
     if drafted:
         axes[1].set(xlabel="position in the block", ylabel="accepted", ylim=(0, 1))
         longest = max(len(accepted_by_position(r)) for r in drafted)

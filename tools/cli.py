@@ -16,6 +16,8 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
+from dspark_trt.tools.options import Parser
+
 DISTRIBUTION = "dspark-trt"
 # Subcommand, also the module in tools/ -> its line in the help.
 SUBCOMMANDS = {
@@ -53,6 +55,7 @@ EXAMPLES = """examples:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `dspark`; the exit code."""
+    open_missing_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, rest = split(arguments)
     try:
@@ -80,6 +83,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def open_missing_streams() -> None:
+    """Send what goes to a closed stdout or stderr nowhere, and keep their numbers from others.
+
+    Python has None for such a stream, which `print` takes for stdout; and the next file that is
+    opened would get its number, and with it what a library prints.
+    """
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+
+
 def split(arguments: list[str]) -> tuple[list[str], list[str]]:
     """The options before the subcommand that are for `dspark` itself, and the rest."""
     if arguments[:1] == ["--traceback"]:
@@ -91,7 +108,7 @@ def usage(arguments: list[str]) -> int:
     """Answer `--help` and `--version`; without arguments the help is an error."""
     width = max(map(len, SUBCOMMANDS))
     listed = "\n".join(f"  {name:{width}}  {text}" for name, text in SUBCOMMANDS.items())
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="dspark",
         usage="dspark [--version] [--traceback] COMMAND ...",
         description=f"DSpark speculative decoding on engines built ahead.\n\ncommands:\n{listed}",

@@ -15,7 +15,7 @@ from dspark_trt.runtime.engine_dir import Manifest, read_manifest
 from dspark_trt.runtime.sampling_params import SamplingParams
 from dspark_trt.tools.answers import json_line, summary
 from dspark_trt.tools.encode import encode_prompts, single_prompt
-from dspark_trt.tools.options import integer, parser
+from dspark_trt.tools.options import MAX_THREADS, integer, parser
 from dspark_trt.tools.output_files import STDOUT, check_output_file, write_output
 from dspark_trt.tools.policies import (
     add_policy_options,
@@ -60,7 +60,13 @@ def arguments() -> argparse.ArgumentParser:
         metavar="OUT.jsonl",
         help="write answers as JSON lines; - = to stdout, instead of text",
     )
-    add("--threads", type=integer(0), default=0, metavar="N", help="0 = one per core (default)")
+    add(
+        "--threads",
+        type=integer(0, MAX_THREADS),
+        default=0,
+        metavar="N",
+        help="0 = one per core (default)",
+    )
     _add_sampling(made.add_argument_group("sampling"))
     add("--no-draft", action="store_true", help="decode without the drafter")
     add_policy_options(made)
@@ -88,7 +94,11 @@ def _add_sampling(group: argparse._ArgumentGroup) -> None:
         flag = "--" + name.replace("_", "-")
         group.add_argument(flag, type=kind, default=default, metavar=letter, help=text + shown)
     group.add_argument(
-        "--stop", nargs="+", action="extend", default=[], metavar="S", help="end before such text"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="S",
+        help="end before such text; may be given several times",
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
 
@@ -133,7 +143,23 @@ def main(argv: Sequence[str]) -> int:
         show_answers(each, completions)
     reason = why_one_token(manifest, no_draft=asked.no_draft)
     print(summary(completions, llm.engine.metrics, why_one=reason), file=sys.stderr)
+    if cut := cut_by_context(completions, params, manifest):
+        print(cut, file=sys.stderr)
     return 0
+
+
+def cut_by_context(
+    completions: Sequence[Completion], params: SamplingParams, manifest: Manifest
+) -> str | None:
+    """What to say where answers ended before --max-tokens because the context did."""
+    cut = sum(
+        c.finish_reason == "length" and len(c.token_ids) < params.max_tokens for c in completions
+    )
+    if not cut:
+        return None
+    which = "" if len(completions) == 1 else f"{cut} of {len(completions)} answers "
+    longest = manifest.limits.max_seq_len
+    return f"{which}stopped at the context's end, max_seq_len {longest}, before --max-tokens"
 
 
 def why_one_token(manifest: Manifest, *, no_draft: bool) -> str | None:

@@ -17,6 +17,7 @@ EXAMPLES = """\
   dspark info engines/smollm2 --json | jq .engine_hash"""
 # Made after the build; each names the engine it belongs to.
 LATER_FILES = ("sts.json", "cost_table.json")
+ABSENT = "absent"
 MAX_LATER_BYTES = 16 << 20
 
 
@@ -61,7 +62,7 @@ def as_json(engine: EngineDir) -> dict[str, Any]:
 def as_text(engine: EngineDir, *, verified: bool) -> str:
     """A table of names and values, then the files."""
     rows = [*what_it_is(engine), *what_it_allows(engine.manifest), *where_from(engine.manifest)]
-    rows += [(name, text) for name, text in later_files(engine).items()]
+    rows += [(name, text) for name, text in later_files(engine).items() if text != ABSENT]
     width = max(len(name) for name, _ in rows) + 2
     lines = [f"{name:{width}}{value}" for name, value in rows]
     entries = sorted(engine.manifest.files.items())
@@ -116,7 +117,7 @@ def what_it_allows(manifest: Manifest) -> list[tuple[str, str]]:
             f"{limits.max_batch_size} requests, prompt {limits.max_input_len}, "
             f"sequence {limits.max_seq_len}, step {limits.max_num_tokens} tokens",
         ),
-        ("tiers", ", ".join(map(str, manifest.tiers)) or "any number of tokens"),
+        ("tiers", ", ".join(map(str, manifest.tiers)) or "any (dynamic shapes)"),
         (
             "KV cache",
             f"pages of {manifest.page_size} tokens, {size(kv_bytes_per_token(manifest))} a token",
@@ -134,8 +135,26 @@ def where_from(manifest: Manifest) -> list[tuple[str, str]]:
     ]
     if manifest.gpu is not None:
         rows.append(("GPU", f"{manifest.gpu.name} (sm {manifest.gpu.compute_capability})"))
-    rows += [(name.replace("_", " "), f"{value:g}") for name, value in manifest.measured.items()]
-    return rows
+    return [*rows, *measured(manifest)]
+
+
+def measured(manifest: Manifest) -> list[tuple[str, str]]:
+    """Rows on what quantisation cost, and on what else was measured at build."""
+    values = dict(manifest.measured)
+    before = values.pop("perplexity_float32", None)
+    after = values.pop(f"perplexity_{manifest.quantize}", None)
+    rows = []
+    if before and after is not None:
+        tokens = values.pop("perplexity_tokens", None)
+        on = "" if tokens is None else f", on {tokens:.0f} tokens"
+        text = f"{before:.3f} in float32, {after:.3f} in {manifest.quantize}"
+        rows.append(("perplexity", f"{text} ({after / before - 1:+.1%}{on})"))
+        wide = values.pop("matrices_in_8_bits", None)
+        if wide is not None and manifest.quantize == "int4":
+            rows.append(("wider", f"{wide:.0f} matrices in 8 bits, the rest in 4"))
+    elif before is not None:
+        rows.append(("perplexity", f"{before:.3f} in float32"))
+    return [*rows, *((name.replace("_", " "), f"{value:g}") for name, value in values.items())]
 
 
 def source(checkpoint: Any) -> str:
@@ -176,7 +195,7 @@ def later_files(engine: EngineDir) -> dict[str, str]:
         try:
             value = read_json(engine.path / name, max_bytes=MAX_LATER_BYTES)
         except FileNotFoundError:
-            states[name] = "absent"
+            states[name] = ABSENT
         except (OSError, JsonError):
             states[name] = "unreadable"
         else:

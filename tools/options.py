@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
 from collections.abc import Callable
+from typing import NoReturn
+
+MAX_THREADS = 1024
+
+
+class Parser(argparse.ArgumentParser):
+    """Wrong usage is one line that names where help is, and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        line = " ".join(message.split())
+        print(f"dspark: error: {line}: see {self.prog} --help", file=sys.stderr)
+        raise SystemExit(2)
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -23,9 +36,19 @@ def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+def integers(low: int) -> Callable[[str], list[int]]:
+    """Integers >= `low` with commas between them."""
+    one = integer(low)
+
+    def parse(text: str) -> list[int]:
+        return [one(part) for part in text.split(",")]
+
+    return parse
+
+
 def parser(command: str, *, description: str, examples: str) -> argparse.ArgumentParser:
     """An empty parser of a subcommand: no abbreviations, examples at the end."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"dspark {command}",
         description=textwrap.fill(description, 80),
         epilog=f"examples:\n{examples}",

@@ -56,6 +56,10 @@ class Peer(Protocol):
     def build() -> str:
         """How the installed library was built or set up, for the record."""
 
+    @staticmethod
+    def weights(model: Path) -> str:
+        """What it holds the weights of `model` in."""
+
     def complete(self, prompt: Sequence[int], max_tokens: int) -> PeerRun:
         """Greedy text of at most `max_tokens` tokens."""
 
@@ -156,6 +160,10 @@ class TransformersPeer:
 
         return f"float32, {torch.get_num_threads()} torch threads"
 
+    @staticmethod
+    def weights(model: Path) -> str:
+        return "float32"
+
 
 class Stamps:
     """A streamer that notes when each token came."""
@@ -220,6 +228,16 @@ class LlamaCppPeer:
         import xllamacpp
 
         return str(xllamacpp.get_system_info()).strip()
+
+    @staticmethod
+    def weights(model: Path) -> str:
+        from dspark_trt.build.checkpoint import CheckpointError, open_target
+        from dspark_trt.build.config import ConfigError
+
+        try:
+            return open_target(model).weight_dtype
+        except (CheckpointError, ConfigError):  # llama.cpp reads more than we do
+            return "GGUF"
 
 
 # Name on the command line -> runtime.

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from command_engines import Tiny
+from gguf import GGMLQuantizationType
 from gguf_targets import tiny_gguf
 from tiny_engine import tiny_engine
 
@@ -39,7 +40,7 @@ def test_both_arms_are_measured_at_every_batch_size(
     tiny: Tiny, prompts: Path, tmp_path: Path, capsys: Capture
 ) -> None:
     out, image = tmp_path / "out.json", tmp_path / "out.png"
-    flags = ["--batch-size", "2", "1", "--json", str(out), "--plot", str(image)]
+    flags = ["--batch-size", "2,1", "--json", str(out), "--plot", str(image)]
     assert run(tiny.drafted, prompts, *flags) == 0
     text = capsys.readouterr().out
     record = json.loads(out.read_text())
@@ -92,8 +93,9 @@ def test_transformers_gives_the_same_texts(tiny: Tiny, prompts: Path, capsys: Ca
     assert run(tiny.drafted, prompts, *flags) == 0
     out = capsys.readouterr().out
     assert "greedy texts, transformers x1 and no drafts x1: 3 of 3 equal" in out
-    assert "decode speed, static x1 / transformers x1:" in out
-    assert "decode speed, no drafts x1 / transformers x1:" in out
+    for arm in ("static x1", "no drafts x1"):
+        words = f"decode speed, {arm} (float32 weights) / transformers x1 (float32 weights):"
+        assert words in out
     assert "is not the checkpoint" not in out
 
 
@@ -110,6 +112,8 @@ def test_llama_cpp_runs_beside_its_own_gguf(tmp_path: Path, capsys: Capture) -> 
     assert peer["arm"] == "llama.cpp"
     assert peer["decode_tokens_per_s"]["min"] > 0
     assert record["settings"]["same_checkpoint"] is True
+    assert record["settings"]["weights"].keys() == {"engine", "llama.cpp"}
+    assert record["settings"]["weights"]["llama.cpp"] in [t.name for t in GGMLQuantizationType]
     assert record["agreement"][0]["prompts"] == 2
     assert "CPU" in record["builds"]["llama.cpp"]
 
@@ -141,6 +145,9 @@ def test_wrong_usage_is_code_2(tiny: Tiny, prompts: Path, capsys: Capture) -> No
     for flags, words in (
         (["--compare-model", "x"], "--compare-model goes with --compare"),
         (["--compare", "vllm"], "invalid choice: 'vllm'"),
+        (["--batch-size", "1,0"], "must be an integer >= 1, got 0"),
+        (["--batch-size", "1,"], "must be an integer >= 1, got ''"),
+        (["--threads", "1025"], "must be an integer in [1, 1024], got 1025"),
         (["--repeat", "0"], "must be an integer >= 1, got 0"),
         (["--max-tokens", "1"], "must be an integer >= 2, got 1"),
     ):

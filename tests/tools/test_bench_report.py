@@ -8,10 +8,12 @@ from dspark_trt.tools.bench_report import (
     PLAIN,
     accepted_by_position,
     agreement,
+    curves,
     difference,
     figures,
     ratios,
     table,
+    text,
 )
 from dspark_trt.tools.bench_runs import Answer, ArmResult, Sample, decoded, measure
 
@@ -101,3 +103,28 @@ def test_figures_and_table_hold_with_nothing_timed() -> None:
     lines = table([result("static", 1, 5), result(PLAIN, 16, 123456)]).splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("batch  arm")
+
+
+def test_one_round_has_no_spread() -> None:
+    one, three = table([result("static", 1, 5)]), table([result("static", 1, 5, 6, 7)])
+    assert "[5.0 .. 7.0]" in three
+    assert ".. " not in one.splitlines()[1]
+    record = {
+        "settings": {"same_checkpoint": None, "weights": {"engine": "int4", "llama.cpp": "Q4_1"}},
+        "ratios": [{"of": "static x1", "over": "llama.cpp x1", "median": 2, "min": 2, "max": 2}],
+        "agreement": [],
+    }
+    line = "decode speed, static x1 (int4 weights) / llama.cpp x1 (Q4_1 weights): 2.00x"
+    assert text(record, [result("static", 1, 5)]).splitlines()[-1] == line
+    record["settings"]["weights"] = {"engine": "int4"}
+    shown = text(record, [result("static", 1, 5, 6)]).splitlines()[-1]
+    assert shown == "decode speed, static x1 / llama.cpp x1: 2.00x [2.00 .. 2.00]"
+
+
+def test_curves_that_coincide_share_a_name() -> None:
+    def drafted(name: str, size: int, accepted: int) -> ArmResult:
+        row = sample(1, verified_by_position=[10], accepted_by_position=[accepted])
+        return ArmResult(name, size, [row], [])
+
+    results = [drafted("static", 1, 5), drafted("static", 8, 5), drafted("threshold", 1, 6)]
+    assert curves(results) == {"static x1, static x8": [0.5], "threshold x1": [0.6]}

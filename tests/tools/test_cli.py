@@ -94,6 +94,35 @@ def test_a_wrong_command_names_the_near_one(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as raised:
         cli.main(["--colour"])
     assert raised.value.code == 2
+    line = "dspark: error: unrecognized arguments: --colour: see dspark --help\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.parametrize("name", cli.SUBCOMMANDS)
+def test_wrong_usage_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        cli.main([name, "--no-such-option"])
+    assert raised.value.code == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("dspark: error: ")
+    assert f": see dspark {name}" in err
+    assert err.count("\n") == 1
+    assert out == ""
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-"])
+@pytest.mark.parametrize("argv", ["info absent", "--version", "nonsense", "generate"])
+def test_closed_streams_bring_no_traceback_and_errors_never_go_to_stdout(
+    closed: str, argv: str
+) -> None:
+    command = f'"$0" -m dspark_trt.tools.cli {argv} {closed}'
+    done = subprocess.run(
+        ["sh", "-c", command, sys.executable], capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+    assert "error" not in done.stdout
+    assert done.returncode == (0 if argv == "--version" else 2)
 
 
 @pytest.mark.parametrize("name", sorted(cli.PLAIN_ERRORS))

@@ -71,8 +71,25 @@ def test_an_engine_without_drafter_says_so(tiny: Tiny, capsys: Capture) -> None:
     assert run(tiny.plain, "--prompt", "A word", "--max-tokens", "30", "--chat") == 0
     err = capsys.readouterr().err
     assert "this engine has no drafter: each step gives one token" in err
-    assert "accepted lengths 1 1 1" in err
-    assert "(5 more)" in err
+    assert "accepted length" not in err
+
+
+def test_an_answer_that_the_context_cuts_says_so(
+    tiny: Tiny, prompts: Path, capsys: Capture
+) -> None:
+    words = "stopped at the context's end, max_seq_len 128, before --max-tokens\n"
+    assert run(tiny.plain, "--prompt", "A word", "--max-tokens", "500", "--ignore-eos") == 0
+    assert capsys.readouterr().err.endswith("\n" + words)
+    flags = ["--prompts", str(prompts), "--chat", "--max-tokens", "500", "--ignore-eos"]
+    assert run(tiny.plain, *flags) == 0
+    assert capsys.readouterr().err.endswith("\n3 of 3 answers " + words)
+    assert run(tiny.plain, "--prompt", "A word", "--max-tokens", "9", "--ignore-eos") == 0
+    assert "context" not in capsys.readouterr().err
+
+
+def test_a_flag_with_several_values_leaves_the_directory_alone(tiny: Tiny, capsys: Capture) -> None:
+    argv = ["generate", "--prompt", "A", "--max-tokens", "3", "--threads", "1", "--stop", "zzz"]
+    assert main([*argv, "--stop", "yyy", str(tiny.plain)]) == 0
 
 
 def test_json_of_a_single_prompt_holds_all_of_it(tiny: Tiny, tmp_path: Path) -> None:
@@ -131,17 +148,17 @@ def test_stop_strings_end_the_text(tiny: Tiny, capsys: Capture) -> None:
     assert run(tiny.drafted, "--prompt", "Where", "--max-tokens", "20") == 0
     whole = capsys.readouterr().out.rstrip("\n")
     stop = whole[5:7]
-    assert run(tiny.drafted, "--prompt", "Where", "--stop", "\0none", stop) == 0
+    assert run(tiny.drafted, "--prompt", "Where", "--stop", "\0none", "--stop", stop) == 0
     out, err = capsys.readouterr()
     assert out == whole[: whole.index(stop)] + "\n"
     assert "(stop)" in err
 
 
 BAD = [
-    (["--temperature", "-1"], "temperature must be a number in [0, 1e+09], got -1.0"),
-    (["--temperature", "nan"], "temperature must be a number in [0, 1e+09], got nan"),
-    (["--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
-    (["--top-p", "1.5"], "top_p must be a number in [0, 1], got 1.5"),
+    (["--temperature", "-1"], "temperature must be 0 or a number in [1e-09, 1e+09], got -1.0"),
+    (["--temperature", "nan"], "temperature must be 0 or a number in [1e-09, 1e+09], got nan"),
+    (["--top-p", "0"], "top_p must be a number in (0, 1], got 0.0"),
+    (["--top-p", "1.5"], "top_p must be a number in (0, 1], got 1.5"),
     (["--min-p", "inf"], "min_p must be a number in [0, 1], got inf"),
     (["--top-k", "-1"], "top_k must be an integer >= 0, got -1"),
     (["--seed", "-1"], "seed must be an integer in"),
@@ -178,6 +195,8 @@ def test_bad_values_are_one_line_and_code_2(
         (["--prompt", "A", "--threshold", "0.5"], "goes with --policy threshold"),
         (["--prompt", "A", "--no-draft", "--max-draft", "2"], "goes without"),
         (["--prompt", "A", "--logprobs", "2"], "--logprobs goes with --json"),
+        (["--prompt", "A", "--threads", "1025"], "must be an integer in [0, 1024], got 1025"),
+        (["--prompt", "A", "--threads", "-1"], "must be an integer in [0, 1024], got -1"),
         (["--prompt", "A", "--max-draft", "0"], "must be an integer >= 1, got 0"),
     ],
 )

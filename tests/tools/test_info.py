@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from dspark_trt.runtime.engine_dir import (
     write_engine_dir,
 )
 from dspark_trt.tools.cli import main
-from dspark_trt.tools.info import size
+from dspark_trt.tools.info import measured, size, what_it_allows
 
 LAYER = {"hidden_size": 576, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64}
 
@@ -57,7 +58,12 @@ def engine(tmp_path: Path) -> Path:
                 tiers=(8, 64),
                 gather_context_logits=True,
                 gpu=Gpu("H200", "9.0"),
-                measured={"perplexity_float32": 12.5},
+                measured={
+                    "perplexity_float32": 12.5,
+                    "perplexity_int4": 12.75,
+                    "perplexity_tokens": 4000.0,
+                    "matrices_in_8_bits": 3.0,
+                },
             )
         )
     return tmp_path / "engine"
@@ -76,12 +82,23 @@ def test_the_text_says_what_the_engine_is(engine: Path, capsys: pytest.CaptureFi
         "pages of 32 tokens, 26.9 kB a token",
         "logits kept",
         "H200 (sm 9.0)",
-        "perplexity float32",
-        "cost_table.json     absent",
+        "perplexity   12.500 in float32, 12.750 in int4 (+2.0%, on 4000 tokens)",
+        "wider        3 matrices in 8 bits, the rest in 4",
         "files (sizes checked)",
         "2.5 MB",
     ):
         assert words in text
+    assert "cost_table.json" not in text
+    (engine / "cost_table.json").write_text('{"engine_hash": "other"}')
+    assert main(["info", str(engine)]) == 0
+    assert "of another engine" in capsys.readouterr().out
+
+
+def test_what_is_not_there_is_not_talked_of(engine: Path) -> None:
+    manifest = read_manifest(engine)
+    plain = dataclasses.replace(manifest, tiers=(), quantize="none", measured={"x_y": 1.5})
+    assert ("tiers", "any (dynamic shapes)") in what_it_allows(plain)
+    assert measured(plain) == [("x y", "1.5")]
 
 
 def test_the_json_holds_the_manifest_and_what_follows(
