@@ -168,6 +168,7 @@ class OnnxRuntimeExecutor:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """Fresh arrays for what a step gives back; the state's and the pages' stay bound."""
         if want_logits != self._logits_bound:  # an output can only be unbound with all others
+            self._logits_bound = None  # an interrupt below finds them to be bound again
             self._verify_binding.clear_binding_outputs()
             for name in [*self._pages, *StepState.IN_PLACE]:
                 self._verify_binding.bind_ortvalue_output(f"{name}.out", self._values[name])

@@ -119,6 +119,11 @@ class LLM:
             block_size=block,
             threads=threads,
         )
+        if self.executor.page_size != page_size:
+            raise EngineDirError(
+                f"engine {engine_dir}: page_size is {page_size} in the manifest and "
+                f"{self.executor.page_size} in target.onnx: build the engine again"
+            )
         self.pool = PagePool(pages + 1, page_size)
         batcher = Batcher(
             self.pool,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from engine_driver import BLOCK, GREEDY, PROMPTS, VOCAB, ids, plain, texts
 
 from dspark_trt.runtime.budget import NoDraft, PolicyError, Static, Threshold
+from dspark_trt.runtime.engine_dir import EngineDirError
 from dspark_trt.runtime.llm import LLM, RequestError, SamplingParams
 
 
@@ -371,3 +374,15 @@ def test_bans_of_every_token_are_refused(llm: LLM) -> None:
             llm.generate([[5]], params)
     (done,) = llm.generate([[5]], SamplingParams(bad_words=every[:-1], max_tokens=3))
     assert done.token_ids == [VOCAB - 1] * 3
+
+
+def test_a_page_size_that_is_not_the_graphs_is_refused(pair_engine: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "engine"
+    shutil.copytree(pair_engine, engine)
+    manifest = json.loads((engine / "manifest.json").read_text())
+    manifest["page_size"] *= 2
+    (engine / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        EngineDirError, match="page_size is 16 in the manifest and 8 in target.onnx"
+    ):
+        LLM(engine)
