@@ -50,7 +50,6 @@ def staged_directory(target: Path) -> Iterator[Path]:
             staged = _make_locked(target, stack)
             yield staged
             _take_place(staged, target)
-            sync(target.parent)
     except BaseException:
         for folder in made:
             with contextlib.suppress(OSError):  # not empty: another process uses it
@@ -102,23 +101,36 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def _take_place(staged: Path, target: Path) -> None:
-    """Make `staged` the target; what was there before is then at `staged`, or gone."""
-    try:
-        os.rename(staged, target)  # no target yet, or an empty directory
-        return
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-    if exchange(staged, target):
-        return
-    old = _beside(target, "old")
-    with _locked(target):
+    """Make `staged` the target and remove what was there before."""
+    while True:
+        try:
+            os.rename(staged, target)  # no target yet, or an empty directory
+            sync(target.parent)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        with contextlib.suppress(FileNotFoundError):  # another build has just set it aside
+            handle = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                _lock(handle)  # until it is removed no other build takes it for a dead one's
+                _replace(staged, target)
+            finally:
+                os.close(handle)
+            return
+
+
+def _replace(staged: Path, target: Path) -> None:
+    old = staged
+    if not exchange(staged, target):
+        old = _beside(target, "old")
         os.rename(target, old)
         try:
             os.rename(staged, target)
         except BaseException:
             os.rename(old, target)
             raise
+    sync(target.parent)
     _remove(old)
 
 
@@ -182,21 +194,25 @@ class Lock(Enum):
     UNSUPPORTED = "unsupported"  # the filesystem has no locks
 
 
+def _lock(handle: int) -> Lock:
+    """Try to lock an open directory; closing it gives the lock back."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return Lock.HELD
+    except OSError:
+        return Lock.UNSUPPORTED
+    return Lock.OURS
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[Lock]:
     """Lock the directory for the block, or say why not; `FileNotFoundError` if it is gone."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            found = Lock.HELD
-        except OSError:
-            found = Lock.UNSUPPORTED
-        else:
-            found = Lock.OURS
-            if not os.path.samestat(os.stat(path), os.fstat(handle)):
-                found = Lock.HELD  # another one took the name: its owner's
+        found = _lock(handle)
+        if not os.path.samestat(os.stat(path), os.fstat(handle)):
+            found = Lock.HELD  # another one took the name: its owner's
         yield found
     finally:
         os.close(handle)
