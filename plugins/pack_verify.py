@@ -110,7 +110,9 @@ def allocate(g: GraphWriter, block_size: int) -> str:
     best, index = g.op("TopK", [pool, size], outputs=2, axis=0, largest=1, sorted=1)
     taken = g.int32(g.Greater(best, -infinity))
     chosen = g.ScatterElements(g.Expand(_ZERO, g.Shape(pool)), index, taken)
-    grid = g.Reshape(chosen, g.Concat([block_size], g.dim("caps", 0), axis=0))
+    # allowzero: B is 0 in a step of chunks alone, not "as in the input".
+    size = g.Concat([block_size], g.dim("caps", 0), axis=0)
+    grid = g.Reshape(chosen, size, allowzero=1)
     return g.ReduceSum(grid, [0], keepdims=0)
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnxruntime as ort
 import pytest
 
+from dspark_trt.runtime import executor_onnxruntime
 from dspark_trt.runtime.engine_dir import EngineDirError
 from dspark_trt.runtime.executor_onnxruntime import OnnxRuntimeExecutor, VerifyStep
+from dspark_trt.runtime.llm import LLM, SamplingParams
 from dspark_trt.runtime.ragged import Chunk, pack_step
 from dspark_trt.runtime.sampling import RowEdits
 
@@ -123,3 +126,26 @@ def test_graphs_of_other_dimensions_are_refused(pair_engine: Path, vocab: int, b
         OnnxRuntimeExecutor(
             pair_engine, slots=4, max_pages=16, num_pages=65, vocab_size=vocab, block_size=block
         )
+
+
+def test_bodies_mean_the_same_without_any_optimisation(
+    pair_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing rests on what ONNX Runtime folds or fuses; chunks alone and decoding alone."""
+
+    def run() -> list[list[int]]:
+        llm = LLM(pair_engine, threads=1)
+        sampled = SamplingParams(max_tokens=12, temperature=0.9, top_p=0.9, ignore_eos=True)
+        greedy = SamplingParams(max_tokens=12, presence_penalty=0.5, ignore_eos=True)
+        return [c.token_ids for c in llm.generate([[5, 6, 7], [9]], [sampled, greedy])]
+
+    expected = run()
+
+    def plain_session(path: Path, threads: int) -> ort.InferenceSession:
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.enable_mem_pattern = False
+        return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    monkeypatch.setattr(executor_onnxruntime, "_session", plain_session)
+    assert run() == expected
