@@ -228,4 +228,6 @@ def _session(path: Path, threads: int) -> ort.InferenceSession:
     options.log_severity_level = 3
     # Shapes change from step to step: a pattern per shape would only pile up.
     options.enable_mem_pattern = False
+    # Each session has threads of its own, which spin a while after a run, in the way of the other's.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
