@@ -73,6 +73,7 @@ class OnnxRuntimeExecutor:
         slots: int,
         max_pages: int,
         num_pages: int,
+        page_size: int,
         vocab_size: int,
         block_size: int,
         threads: int = 0,
@@ -84,7 +85,7 @@ class OnnxRuntimeExecutor:
         self.sts = np.ones(block_size, np.float32)
         self._verify = _session(engine_dir / "target.onnx", threads)
         self._draft = _session(engine_dir / "draft.onnx", threads) if block_size else None
-        self._check_shapes(engine_dir)
+        self._check_shapes(engine_dir, page_size)
         # Zeros are mapped by the system when first touched: unused pages cost no memory.
         self._pages = {
             i.name: np.zeros([num_pages, *i.shape[1:]], np.float32)
@@ -99,12 +100,12 @@ class OnnxRuntimeExecutor:
         self._logits_bound: bool | None = None  # None: no output is bound yet
         self._draft_binding = self._bound(self._draft) if self._draft is not None else None
 
-    def _check_shapes(self, engine_dir: Path) -> None:
+    def _check_shapes(self, engine_dir: Path, page_size: int) -> None:
         """Refuse graphs that are not those the manifest describes."""
         shapes = {i.name: i.shape for i in self._verify.get_inputs()}
-        self.page_size = int(shapes["kv.0.k"][1])
         block = shapes["draft_tokens"][1] if "draft_tokens" in shapes else 0
         for name, graph, manifest in (
+            ("page_size", shapes["kv.0.k"][1], page_size),
             ("vocab_size", shapes["bias"][1], self.vocab_size),
             ("block_size", block, self.block_size),
         ):
@@ -228,6 +229,6 @@ def _session(path: Path, threads: int) -> ort.InferenceSession:
     options.log_severity_level = 3
     # Shapes change from step to step: a pattern per shape would only pile up.
     options.enable_mem_pattern = False
-    # Each session has threads of its own, which spin a while after a run, in the way of the other's.
+    # Each session has its own threads; left to spin after a run, they slow the other's.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])

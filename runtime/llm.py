@@ -20,7 +20,7 @@ import numpy as np
 from dspark_trt.runtime.batcher import Batcher
 from dspark_trt.runtime.budget import NoDraft, Policy, Static, check_policy
 from dspark_trt.runtime.engine import Engine
-from dspark_trt.runtime.engine_dir import EngineDirError, open_engine_dir
+from dspark_trt.runtime.engine_dir import EngineDirError, Manifest, open_engine_dir
 from dspark_trt.runtime.executor_onnxruntime import OnnxRuntimeExecutor
 from dspark_trt.runtime.kv_cache import PagePool
 from dspark_trt.runtime.request import FinishReason, Request, TokenLogprobs, new_request
@@ -92,11 +92,7 @@ class LLM:
         threads = checked_int("threads", threads, low=0, high=1024, advice="0 = one per core")
         checked = open_engine_dir(Path(engine_dir), verify=verify)
         self.manifest = checked.manifest
-        if self.manifest.backend != "onnxruntime":
-            raise EngineDirError(
-                f"engine {engine_dir} was built for backend {self.manifest.backend!r}, this "
-                "runtime has onnxruntime: build it with --backend onnxruntime"
-            )
+        check_backend(self.manifest, engine_dir)
         self.tokenizer = Tokenizer.load(checked.path)
         limits, drafter = self.manifest.limits, self.manifest.drafter
         page_size = self.manifest.page_size
@@ -115,15 +111,11 @@ class LLM:
             slots=limits.max_batch_size,
             max_pages=longest,
             num_pages=pages + 1,  # and the blank page
+            page_size=page_size,
             vocab_size=self.vocab_size,
             block_size=block,
             threads=threads,
         )
-        if self.executor.page_size != page_size:
-            raise EngineDirError(
-                f"engine {engine_dir}: page_size is {page_size} in the manifest and "
-                f"{self.executor.page_size} in target.onnx: build the engine again"
-            )
         self.pool = PagePool(pages + 1, page_size)
         batcher = Batcher(
             self.pool,
@@ -314,6 +306,15 @@ class LLM:
                     f"return_{what}_logits must be False with this engine: it was built without "
                     f"--gather-{what}-logits, build it again with it"
                 )
+
+
+def check_backend(manifest: Manifest, engine_dir: str | Path) -> None:
+    """Refuse an engine of another backend than this runtime's."""
+    if manifest.backend != "onnxruntime":
+        raise EngineDirError(
+            f"engine {engine_dir} was built for backend {manifest.backend!r}, this "
+            "runtime has onnxruntime: build it with --backend onnxruntime"
+        )
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -25,6 +25,7 @@ def executor(engine: Path, num_pages: int = 65) -> OnnxRuntimeExecutor:
         slots=4,
         max_pages=16,
         num_pages=num_pages,
+        page_size=8,
         vocab_size=VOCAB,
         block_size=BLOCK,
         threads=1,
@@ -120,11 +121,22 @@ def test_logits_come_when_asked_and_only_then(pair_engine: Path) -> None:
             assert int(verdict.logits[2].argmax()) == verdict.out_tokens[0, 0]
 
 
-@pytest.mark.parametrize(("vocab", "block"), [(VOCAB + 1, BLOCK), (VOCAB, BLOCK - 1), (VOCAB, 0)])
-def test_graphs_of_other_dimensions_are_refused(pair_engine: Path, vocab: int, block: int) -> None:
+@pytest.mark.parametrize(
+    ("vocab", "block", "page_size"),
+    [(VOCAB + 1, BLOCK, 8), (VOCAB, BLOCK - 1, 8), (VOCAB, 0, 8), (VOCAB, BLOCK, 16)],
+)
+def test_graphs_of_other_dimensions_are_refused(
+    pair_engine: Path, vocab: int, block: int, page_size: int
+) -> None:
     with pytest.raises(EngineDirError, match=r"in the manifest and \d+ in target.onnx"):
         OnnxRuntimeExecutor(
-            pair_engine, slots=4, max_pages=16, num_pages=65, vocab_size=vocab, block_size=block
+            pair_engine,
+            slots=4,
+            max_pages=16,
+            num_pages=65,
+            page_size=page_size,
+            vocab_size=vocab,
+            block_size=block,
         )
 
 

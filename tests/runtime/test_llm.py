@@ -382,7 +382,5 @@ def test_a_page_size_that_is_not_the_graphs_is_refused(pair_engine: Path, tmp_pa
     manifest = json.loads((engine / "manifest.json").read_text())
     manifest["page_size"] *= 2
     (engine / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(
-        EngineDirError, match="page_size is 16 in the manifest and 8 in target.onnx"
-    ):
+    with pytest.raises(EngineDirError, match="page_size is 16 in the manifest and 8"):
         LLM(engine)
