@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import textwrap
 from collections.abc import Callable
@@ -41,6 +42,32 @@ def integers(low: int) -> Callable[[str], list[int]]:
     one = integer(low)
 
     def parse(text: str) -> list[int]:
+        return [one(part) for part in text.split(",")]
+
+    return parse
+
+
+def number(low: float, high: float = math.inf) -> Callable[[str], float]:
+    """A finite number in `[low, high]`."""
+    bound = f"a number >= {low:g}" if math.isinf(high) else f"a number in [{low:g}, {high:g}]"
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {bound}, got {text!r}") from None
+        if not (low <= value <= high and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"must be {bound}, got {text}")
+        return value
+
+    return parse
+
+
+def numbers(low: float, high: float = math.inf) -> Callable[[str], list[float]]:
+    """Finite numbers in `[low, high]` with commas between them."""
+    one = number(low, high)
+
+    def parse(text: str) -> list[float]:
         return [one(part) for part in text.split(",")]
 
     return parse

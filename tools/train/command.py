@@ -7,8 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.tools.options import integer, parser
-from dspark_trt.tools.train.config import ATTENTION, TrainConfig, config_from_file, require
+from dspark_trt.tools.options import integer, integers, numbers, parser
+from dspark_trt.tools.train.config import (
+    ATTENTION,
+    MAX_TEMPERATURE,
+    TrainConfig,
+    config_from_file,
+    require,
+)
 
 EXAMPLES = """\
   dspark train --model SmolLM2-135M-Instruct.gguf --synthesize 20000000 --output runs/first
@@ -74,7 +80,10 @@ def arguments() -> argparse.ArgumentParser:
         default = getattr(defaults, _field(flag))
         settings.add_argument(flag, type=kind, metavar="X", help=f"{text}, default: {default}")
     settings.add_argument(
-        "--feature-layers", type=int, nargs="+", metavar="I", help="target layers, default: spread"
+        "--feature-layers",
+        type=integers(-1),
+        metavar="I,..",
+        help="target layers (-1, the embeddings, as in --feature-layers=-1,3,7), default: spread",
     )
     for flag, field, value, text in (
         ("--no-confidence", "confidence", False, "no confidence head"),
@@ -94,14 +103,23 @@ def _add_data(made: argparse.ArgumentParser) -> None:
     add("--corpus", type=Path, metavar="DIR", help="data directory, default: OUTPUT/data")
     add("--data-only", action="store_true", help="write the data and stop")
     add("--data-seconds", type=float, default=0.0, metavar="S", help="time for writing, at most")
-    add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], metavar="T")
-    add("--user-temperatures", type=float, nargs="+", default=[0.7, 0.9, 1.0], metavar="T")
+    for flag, default, whose in (
+        ("--temperatures", "0,0.7,1", "answers"),
+        ("--user-temperatures", "0.7,0.9,1", "user turns"),
+    ):
+        text = f"of the {whose}, in turn, default: {default}"
+        add(flag, type=numbers(0, MAX_TEMPERATURE), default=default, metavar="T,..", help=text)
     add("--styles", type=Path, metavar="FILE", help="how synthesized user turns begin and end")
     add("--document-tokens", type=integer(16), default=1024, metavar="N", help="longest document")
     add("--user-tokens", type=integer(1), default=256, metavar="N", help="longest user turn")
     add("--answer-tokens", type=integer(1), default=512, metavar="N", help="longest answer")
     add("--slots", type=integer(0), default=0, metavar="N", help="documents written at once")
-    add("--decode-attention", default="auto", choices=["auto", "triton", "sdpa"])
+    add(
+        "--decode-attention",
+        default="auto",
+        choices=["auto", "triton", "sdpa"],
+        help="kernel that reads the target's cache, default: %(default)s",
+    )
     add("--no-graph", action="store_true", help="decode without a CUDA graph")
 
 

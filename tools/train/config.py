@@ -16,6 +16,7 @@ from dspark_trt.runtime.typed_json import JsonError, from_json, read_json
 
 MAX_CONFIG_BYTES = 1 << 20
 ATTENTION = ("auto", "flex", "sdpa")
+MAX_TEMPERATURE = 4.0
 FEATURES = 5  # feature layers where none are named
 
 

@@ -15,7 +15,7 @@ from dspark_trt.build.source import TargetCheckpoint
 from dspark_trt.runtime.sampling_params import RequestError
 from dspark_trt.runtime.tokenizer import Tokenizer
 from dspark_trt.tools.prompts import Prompt, read_prompts
-from dspark_trt.tools.train.config import TrainError, require
+from dspark_trt.tools.train.config import MAX_TEMPERATURE, TrainError, require
 from dspark_trt.tools.train.conversation import (
     Turn,
     prompt_jobs,
@@ -60,8 +60,8 @@ class DataOptions:
             values = getattr(self, name)
             require(bool(values), f"{name} is empty: give at least one")
             require(
-                all(0 <= value <= 4 for value in values),
-                f"{name} must be in [0, 4], got {list(values)}",
+                all(0 <= value <= MAX_TEMPERATURE for value in values),
+                f"{name} must be in [0, {MAX_TEMPERATURE:g}], got {list(values)}",
             )
         require(
             bool(self.synthesize) or self.prompts is not None,
